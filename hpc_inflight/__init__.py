@@ -1,0 +1,67 @@
+"""MPI-launched process groups for PyTorch, with collectives in flight across compiled regions.
+
+Layers, which import only downwards (``lint-imports`` checks):
+
+    cli, examples, testing        what runs on top
+    functional | capture          waiting by tensor; draining before a capture
+    process_group                 c10d's calls -> a communicator
+    bootstrap, store              the world; the key-value store in MPI
+    communicators/{mpi,nccl}      the backends, which never see each other
+    work, work_registry, group_set, _mpi
+    errors, dtypes, config, topology, _torch_compat
+
+Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
+"""
+
+from __future__ import annotations
+
+from hpc_inflight import process_group, store
+from hpc_inflight.bootstrap import World, finalize, init, world
+from hpc_inflight.errors import (
+    AlreadyInitializedError,
+    CollectiveTimeout,
+    DrainTimeout,
+    GroupDestroyedError,
+    InflightError,
+    InvalidArgumentError,
+    LaunchError,
+    MPIUnavailableError,
+    NotInitializedError,
+    StoreError,
+    StoreTimeout,
+    UnsupportedError,
+)
+from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
+from hpc_inflight.group_set import groups, wait_for_all_pending_works
+from hpc_inflight.work_registry import InflightWork, inflight, register_work
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyInitializedError",
+    "CollectiveTimeout",
+    "DrainTimeout",
+    "GroupDestroyedError",
+    "InflightError",
+    "InflightWork",
+    "InvalidArgumentError",
+    "LaunchError",
+    "MPIUnavailableError",
+    "NotInitializedError",
+    "StoreError",
+    "StoreTimeout",
+    "UnsupportedError",
+    "World",
+    "allow_inflight_collective_as_graph_input",
+    "finalize",
+    "groups",
+    "inflight",
+    "init",
+    "register_work",
+    "wait_for_all_pending_works",
+    "wait_tensor",
+    "world",
+]
+
+process_group.register()
+store.register_rendezvous()

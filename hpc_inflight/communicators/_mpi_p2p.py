@@ -1,0 +1,138 @@
+"""Point-to-point operations: non-blocking MPI requests, so that two ranks which both send first do not deadlock."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+from hpc_inflight._mpi import mpi, poll
+from hpc_inflight.errors import CollectiveTimeout
+from hpc_inflight.work import Completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+_PROGRESS_SLEEP_S = 200e-6
+
+
+class RequestCompletion(Completion):
+    """Completion of one MPI request, driven by whoever asks.
+
+    Attributes:
+        source: The rank a receive got its message from; -1 until it is complete, and for a send.
+    """
+
+    __slots__ = ("_after", "_buffer", "_lock", "_request", "_requests", "source")
+
+    def __init__(
+        self, op: str, group: str, seq: int, timeout_s: float, buffer: object, after: Callable[[], None] | None
+    ) -> None:
+        super().__init__(op, group, seq, timeout_s)
+        self.source = -1
+        self._buffer = buffer  # MPI reads or writes it until the request is complete
+        self._after = after
+        self._lock = threading.Lock()  # MPI forbids two threads to test one request at once
+        self._request: Any = None
+        self._requests: Requests | None = None
+
+    def start(self, request: Any, requests: Requests) -> None:
+        """Attach the MPI request and the list that keeps it until it is complete."""
+        self._request = request
+        self._requests = requests
+
+    def poll(self) -> bool:
+        """Test the request and say whether it is complete."""
+        if self.completed or not self._lock.acquire(blocking=False):
+            return self.completed
+        try:
+            if not self.completed:
+                self._test()
+        finally:
+            self._lock.release()
+        return self.completed
+
+    def _test(self) -> None:
+        error: BaseException | None = None
+        status = mpi().Status()
+        try:
+            if not self._request.Test(status):
+                return
+            if self.op == "recv":
+                self.source = status.Get_source()
+            if self._after is not None:
+                self._after()
+        except Exception as caught:  # noqa: BLE001  # MPI's error belongs to whoever waits
+            error = caught
+        requests = self._requests
+        self._request = self._buffer = self._after = self._requests = None
+        if requests is not None:
+            requests.discard(self)
+        self.finish(error)
+
+    def block(self, seconds: float) -> None:
+        """Make progress until the request is complete.
+
+        Raises:
+            CollectiveTimeout: It is not within ``seconds``.
+        """
+        if not poll(self.poll, seconds):
+            raise CollectiveTimeout(self.describe_timeout(seconds))
+
+    def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
+        """Return the future; a thread then makes the progress that nobody's ``wait`` makes."""
+        future = super().future(outputs)
+        requests = self._requests
+        if requests is not None:
+            requests.progress()
+        return future
+
+
+class Requests:
+    """The requests of one group that MPI is not done with, whatever their users dropped."""
+
+    def __init__(self) -> None:
+        self._live: dict[RequestCompletion, None] = {}  # a set that keeps the order of issue
+        self._thread: threading.Thread | None = None
+        self._lock = threading.Lock()
+
+    def add(self, completion: RequestCompletion) -> None:
+        """Keep a request until it is complete; sweeps those that are, so that dropped ones do not pile up."""
+        if self._live:
+            self.sweep()
+        self._live[completion] = None
+
+    def discard(self, completion: RequestCompletion) -> None:
+        """Let go of a complete request."""
+        self._live.pop(completion, None)
+
+    def sweep(self) -> None:
+        """Test every request once, oldest first, up to the first few that are still in flight."""
+        still = 0
+        for completion in list(self._live):
+            still += not completion.poll()
+            if still > 4:  # noqa: PLR2004  # bounds the cost of issuing; the rest come next time
+                return
+
+    def pending(self) -> list[Completion]:
+        """Return what is not complete, oldest first."""
+        return list(self._live)
+
+    def progress(self) -> None:
+        """Start a thread that tests the requests until none is left, unless one runs."""
+        with self._lock:
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="hpc_inflight-p2p", daemon=True)
+                self._thread.start()
+
+    def _run(self) -> None:
+        while True:
+            for completion in list(self._live):
+                completion.poll()
+            with self._lock:  # with the lock: `progress` must not take a thread that is ending for a running one
+                if not self._live:
+                    self._thread = None
+                    return
+            time.sleep(_PROGRESS_SLEEP_S)

@@ -1,0 +1,112 @@
+"""The contract between the process group and a backend.
+
+A collective has two halves. The communicator's method checks the arguments and returns an `Operation`: a
+callable that communicates, once, when it is called. `Communicator.issue` runs operations, now or later, and
+returns the Work. So every error that depends on arguments comes before any communication, and coalescing is
+issuing several operations as one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from hpc_inflight.work import Completion
+
+Operation = Callable[[], None]
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """A reduction operator as c10d names it.
+
+    Attributes:
+        name: Such as ``"SUM"``.
+        factor: What ``PREMUL_SUM`` multiplies by, else None.
+    """
+
+    name: str
+    factor: float | torch.Tensor | None = None
+
+
+class Communicator(Protocol):
+    """One group's connection through one transport.
+
+    Ranks are group ranks. ``root`` is the rank that sends (broadcast, scatter) or receives (reduce, gather).
+    Every operation is collective over the group unless it says otherwise; all ranks must issue the same
+    operations in the same order. Tensors are dense and on the communicator's device; any layout is allowed,
+    and those that are not contiguous go through a copy. The caller leaves inputs alone until the Work is
+    complete.
+    """
+
+    rank: int
+    size: int
+
+    def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Operation:
+        """Reduce ``tensor`` over the ranks, in place on every rank."""
+
+    def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> Operation:
+        """Reduce ``tensor`` over the ranks, in place on ``root``; the others' tensors stay as they are."""
+
+    def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
+        """Copy ``root``'s tensor into ``tensor`` on the others."""
+
+    def all_gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor) -> Operation:
+        """Put rank r's ``tensor`` into ``outputs[r]``; sizes may differ between ranks."""
+
+    def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Operation:
+        """Concatenate every rank's ``tensor`` into ``output``, which has ``size`` times its elements."""
+
+    def gather(self, outputs: Sequence[torch.Tensor], tensor: torch.Tensor, root: int) -> Operation:
+        """Put rank r's ``tensor`` into ``outputs[r]`` on ``root``; the others pass no outputs."""
+
+    def scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int) -> Operation:
+        """Put ``root``'s ``inputs[r]`` into rank r's ``output``; the others pass no inputs."""
+
+    def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction) -> Operation:
+        """Reduce ``inputs[r]`` over the ranks into rank r's ``output``."""
+
+    def reduce_scatter_into(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> Operation:
+        """Reduce ``tensor`` over the ranks and keep this rank's ``size``-th part in ``output``."""
+
+    def all_to_all(self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> Operation:
+        """Put rank r's ``inputs[rank]`` into ``outputs[r]``."""
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+    ) -> Operation:
+        """Send the r-th split of ``tensor`` to rank r; splits count rows of dimension 0, empty means even."""
+
+    def barrier(self) -> Operation:
+        """Return on no rank before all have entered."""
+
+    def issue(
+        self,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: Sequence[torch.Tensor],
+        *,
+        async_op: bool,
+        timeout_s: float,
+    ) -> Any:
+        """Run operations in order as one Work; with ``async_op=False`` they may be complete on return."""
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float) -> Any:
+        """Start sending to ``dst`` and return the Work; matches one receive there with the same tag."""
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float) -> Any:
+        """Start receiving from ``src``, or from any rank with None, and return the Work."""
+
+    def pending_works(self) -> Sequence[Completion]:
+        """Return what was issued and is not complete, oldest first."""
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""

@@ -1,0 +1,51 @@
+"""The errors this package raises; each message says what was wrong, what was found and what to do next."""
+
+from __future__ import annotations
+
+
+class InflightError(RuntimeError):
+    """Base of every error raised by hpc_inflight; a ``RuntimeError``, which is what c10d's callers catch."""
+
+
+class MPIUnavailableError(InflightError, ImportError):
+    """No usable MPI library was found, or it could not be initialised."""
+
+
+class LaunchError(InflightError):
+    """The ranks that the launcher started are not the ranks that MPI sees."""
+
+
+class NotInitializedError(InflightError):
+    """A call came before ``init()`` or after ``finalize()``."""
+
+
+class AlreadyInitializedError(InflightError):
+    """``init()`` was called while a default group exists."""
+
+
+class InvalidArgumentError(InflightError, ValueError):
+    """An argument of a collective cannot be right on this rank, whatever the others pass."""
+
+
+class UnsupportedError(InflightError, NotImplementedError):
+    """The combination of operation, dtype, operator or device is not defined for this package."""
+
+
+class GroupDestroyedError(InflightError):
+    """A group was used after it was destroyed, or in a process that did not make it."""
+
+
+class CollectiveTimeout(InflightError, TimeoutError):  # noqa: N818  # the name that users of c10d look for
+    """A collective or a point-to-point operation did not complete before its deadline."""
+
+
+class DrainTimeout(InflightError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout
+    """``wait_for_all_pending_works`` reached its deadline with work still enqueued."""
+
+
+class StoreError(InflightError):
+    """The key-value store was used where it cannot serve, or its server did not answer."""
+
+
+class StoreTimeout(StoreError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout
+    """A store operation did not complete before its deadline."""

@@ -1,0 +1,53 @@
+"""Waiting for a collective by its tensor, in eager code and in compiled regions."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING
+
+import torch
+
+from hpc_inflight import _torch_compat as compat
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@contextlib.contextmanager
+def allow_inflight_collective_as_graph_input() -> Iterator[None]:
+    """Register what is issued inside with ``async_op=True``, so that a region compiled by torch can wait for it.
+
+    **Local:** per thread, as torch's own flag is, and nests; collectives that other threads issue meanwhile are not
+    registered. Nothing is registered outside, so that code which never waits by tensor keeps nothing alive. torch's
+    ``torch.distributed._functional_collectives.allow_inflight_collective_as_graph_input_ctx`` does the same.
+
+    Only the issue needs to be inside; the wait may come later and anywhere.
+    """
+    previous = compat.inflight_allowed()
+    compat.set_inflight_allowed(True)
+    try:
+        yield
+    finally:
+        compat.set_inflight_allowed(previous)
+
+
+def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for every registered work on the storage of ``tensor`` and return ``tensor``.
+
+    **Local:** eager or inside ``torch.compile(fullgraph=True)``, where it becomes one node of the graph. Finding
+    nothing registered is not an error: it returns at once.
+
+    On CPU the host blocks until the data has arrived. Gradients pass through unchanged.
+
+    Args:
+        tensor: The output of the collective, or any tensor that shares its storage.
+
+    Returns:
+        The same data; use the returned tensor, so that the compiler keeps the order.
+
+    Raises:
+        CollectiveTimeout: The group's timeout passed first.
+        InflightError: The collective failed.
+    """
+    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
+    return waited

@@ -1,0 +1,459 @@
+"""``ProcessGroupInflight``: what c10d calls, turned into operations of a communicator."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from hpc_inflight import _mpi, group_set, work_registry
+from hpc_inflight import _torch_compat as compat
+from hpc_inflight.communicators.base import Communicator, Operation, Reduction
+from hpc_inflight.communicators.mpi import MPICommunicator
+from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
+from hpc_inflight.work import Completion, Work
+
+BACKEND = "hpc_inflight"
+DEVICES = ("cpu", "cuda")
+
+_SUM = Reduction("SUM")
+_Tensors = Sequence[torch.Tensor]
+
+
+class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's stubs leave it Any
+    """One c10d group on MPI; made by ``init_process_group`` and ``new_group`` with backend ``"hpc_inflight"``.
+
+    Every collective method is collective over the group: all its ranks call it, in the same order. Roots and
+    peers are group ranks. With ``opts.asyncOp`` the method returns a `hpc_inflight.work.Work` at once; otherwise
+    the operation may be complete on return and the returned work says so. Outputs are written in place; inputs
+    must stay as they are until the work is complete.
+
+    Raises:
+        GroupDestroyedError: Any method, after the group was destroyed or in a forked child.
+        InvalidArgumentError: Shapes, splits, ranks or tags that cannot be right, before any communication.
+        UnsupportedError: A device, layout, dtype or operator that is not defined, before any communication.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float) -> None:
+        # without the store: torch's binding makes an overridable object only in this form
+        super().__init__(rank, size)
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._comm: Communicator = communicator
+        self._timeout_s = timeout_s
+        self._name = self._desc = "undefined"
+        self._closed = False
+        self._pid = os.getpid()
+        self._coalescing: list[Any] | None = None
+        self._ticket = group_set.add(self)
+
+    # identity, as c10d asks for it --------------------------------------------------------------------------
+
+    def getRank(self) -> int:
+        """Return this process's rank in the group."""
+        return self._rank
+
+    rank = getRank
+
+    def getSize(self) -> int:
+        """Return the number of ranks in the group."""
+        return self._size
+
+    size = getSize
+
+    def getBackendName(self) -> str:
+        """Return the name of the backend."""
+        return BACKEND
+
+    name = getBackendName
+
+    def getGroupName(self) -> str:
+        """Return the name that c10d gave the group."""
+        return self._name
+
+    def setGroupName(self, name: str) -> None:
+        """Set the name under which functional collectives and DeviceMesh find the group."""
+        self._name = name
+
+    _set_group_name = setGroupName
+
+    def getGroupDesc(self) -> str:
+        """Return the description that the user gave the group."""
+        return self._desc
+
+    def setGroupDesc(self, desc: str) -> None:
+        """Set the description."""
+        self._desc = desc
+
+    _set_group_desc = setGroupDesc
+
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
+
+    def describe(self) -> str:
+        """Return the group's name and this rank's place in it, for messages."""
+        return f"group {self._name} (rank {self._rank} of {self._size})"
+
+    # what c10d's Python asks of a backend -------------------------------------------------------------------
+
+    def _get_backend(self, _device: Any) -> ProcessGroupInflight:
+        return self
+
+    def _get_backend_name(self) -> str:
+        return BACKEND
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(device) for device in DEVICES]
+
+    def get_group_store(self) -> Any:
+        """Return the group's own view of the store."""
+        return self._store
+
+    supports_splitting = False
+    supports_coalescing = True
+    supports_time_estimate = False
+
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self._timeout_s = timeout.total_seconds()
+
+    set_timeout = _set_default_timeout
+
+    @property
+    def options(self) -> Any:
+        """Return c10d's options of a backend: the timeout."""
+        return compat.BackendOptions(BACKEND, timedelta(seconds=self._timeout_s))
+
+    def _set_sequence_number_for_group(self) -> None:
+        """Sequence numbers start at 1 with the group; there is nothing to exchange."""
+
+    # issuing ------------------------------------------------------------------------------------------------
+
+    def _issue(
+        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any = None
+    ) -> Any:
+        async_op = opts is None or opts.asyncOp
+        if self._coalescing is not None:
+            async_op = True
+        seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
+        work = self._comm.issue(op, operations, outputs, async_op=async_op, timeout_s=seconds)
+        return self._issued(work, outputs) if async_op else work
+
+    def _issued(self, work: Any, outputs: _Tensors) -> Any:
+        if compat.inflight_allowed():
+            for tensor in outputs:
+                work_registry.register_work(tensor, work)
+        if self._coalescing is not None:
+            self._coalescing.append(work)
+        return work
+
+    def _open(self, call: str) -> Communicator:
+        if self._closed:
+            msg = f"{call}: {self.describe()} was destroyed; make a new group, or issue before destroying it"
+            raise GroupDestroyedError(msg)
+        if os.getpid() != self._pid:
+            msg = (
+                f"{call}: {self.describe()} belongs to process {self._pid}, not to its forked child {os.getpid()}; "
+                "issue collectives from the rank itself"
+            )
+            raise GroupDestroyedError(msg)
+        return self._comm
+
+    # collectives --------------------------------------------------------------------------------------------
+
+    def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce one tensor over the ranks, in place."""
+        comm, (tensor,) = self._open("all_reduce"), _listed("all_reduce", tensors)
+        return self._issue("all_reduce", [comm.all_reduce(tensor, _reduction(opts))], (tensor,), _opts(opts), timeout)
+
+    def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
+        """Reduce several tensors over the ranks, in place, as one work."""
+        comm, op = self._open("all_reduce_coalesced"), _reduction(opts)
+        return self._issue("all_reduce_coalesced", [comm.all_reduce(t, op) for t in tensors], tuple(tensors), opts)
+
+    def reduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, *args: Any) -> Any:
+        """Reduce one tensor over the ranks, in place on the root."""
+        comm, (tensor,) = self._open("reduce"), _listed("reduce", tensors)
+        if isinstance(opts, int):
+            root, op = self._peer("reduce", opts), _reduction(args[0] if args else None)
+        else:
+            root, op = self._peer("reduce", opts.rootRank), _reduction(opts)
+        outputs = (tensor,) if root == self._rank else ()
+        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, _opts(opts))
+
+    def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
+        """Copy the root's tensor to the others."""
+        comm, (tensor,) = self._open("broadcast"), _listed("broadcast", tensors)
+        root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
+        return self._issue("broadcast", [comm.broadcast(tensor, root)], (tensor,), _opts(opts), timeout)
+
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Gather every rank's tensor into a list on every rank."""
+        comm, (tensor,), targets = self._open("all_gather"), _listed("all_gather", inputs), _inner(outputs)
+        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, _opts(opts), timeout)
+
+    def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
+        """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
+        comm = self._open("all_gather_coalesced")
+        columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
+        operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
+        return self._issue("all_gather_coalesced", operations, [t for row in output_lists for t in row], opts)
+
+    def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Gather every rank's tensor into one tensor on every rank."""
+        comm = self._open("all_gather_into_tensor")
+        return self._issue("all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
+
+    def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
+        """Gather several tensors into one tensor each, as one work."""
+        comm = self._open("all_gather_into_tensor_coalesced")
+        operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
+        return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
+
+    def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
+        """Gather every rank's tensor into a list on the root."""
+        comm, (tensor,), targets = self._open("gather"), _listed("gather", inputs), _inner(outputs)
+        root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
+        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, _opts(opts), *args)
+
+    def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
+        """Send the root's i-th tensor to rank i."""
+        comm, (output,), sources = self._open("scatter"), _listed("scatter", outputs), _inner(inputs)
+        root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
+        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), _opts(opts), *args)
+
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
+        """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
+        comm, (output,), sources = self._open("reduce_scatter"), _listed("reduce_scatter", outputs), _inner(inputs)
+        operation = comm.reduce_scatter(output, sources, _reduction(opts))
+        return self._issue("reduce_scatter", [operation], (output,), _opts(opts), timeout)
+
+    def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
+        """Reduce one tensor over the ranks; rank i keeps the i-th part."""
+        comm, op = self._open("reduce_scatter_tensor"), _reduction(opts)
+        return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
+
+    def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
+        """Reduce and scatter several tensors as one work."""
+        comm, op = self._open("reduce_scatter_tensor_coalesced"), _reduction(opts)
+        operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
+        return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        tensor: torch.Tensor,
+        output_splits: Sequence[int],
+        input_splits: Sequence[int],
+        opts: Any = None,
+    ) -> Any:
+        """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
+        comm = self._open("all_to_all_single")
+        operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
+        return self._issue("all_to_all_single", [operation], (output,), _opts(opts))
+
+    def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
+        """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
+        comm = self._open("all_to_all")
+        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), _opts(opts))
+
+    def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
+        """Return on no rank before all have entered."""
+        return self._issue("barrier", [self._open("barrier").barrier()], (), _opts(opts), timeout)
+
+    # torch 2.13 renamed these; both families call the same methods
+    _allgather_base = all_gather_single
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    _reduce_scatter_base = reduce_scatter_single
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall_base = all_to_all_single
+
+    # point to point -----------------------------------------------------------------------------------------
+
+    def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
+        """Send to a group rank; with the receive there, not collective."""
+        comm, (tensor,) = self._open("send"), _listed("send", tensors)
+        return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
+
+    def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
+        """Receive from a group rank; with the send there, not collective."""
+        comm, (tensor,) = self._open("recv"), _listed("recv", tensors)
+        return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
+
+    def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
+        """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
+        comm, (tensor,) = self._open("recv"), _listed("recv", tensors)
+        return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
+
+    # coalescing ---------------------------------------------------------------------------------------------
+
+    def _start_coalescing(self, _device: Any) -> None:
+        self._coalescing = []
+
+    def _end_coalescing(self, _device: Any) -> Any:
+        works, self._coalescing = self._coalescing or [], None
+        return CoalescedWork(works)
+
+    # life ---------------------------------------------------------------------------------------------------
+
+    def pending_works(self) -> Sequence[Completion]:
+        """Return what is enqueued and not complete, oldest first."""
+        return () if self._closed else self._comm.pending_works()
+
+    def shutdown(self) -> None:
+        """Wait for pending works, at most the group's timeout, and free the communicator; again does nothing.
+
+        **Collective:** over the group, in any order relative to other groups.
+        """
+        if self._closed or os.getpid() != self._pid:
+            return
+        self._closed = True
+        group_set.discard(self._ticket)
+        if _mpi.started():
+            self._comm.shutdown(self._timeout_s)
+
+    def abort(self) -> None:
+        """Stop accepting operations without waiting for pending ones; MPI cannot cancel those.
+
+        **Local:** the communicator is left to MPI's own end.
+        """
+        self._closed = True
+        group_set.discard(self._ticket)
+
+    def _peer(self, call: str, rank: int) -> int:
+        if not 0 <= rank < self._size:
+            msg = f"{call}: root {rank} is not in {self.describe()}; expected 0 to {self._size - 1}"
+            raise InvalidArgumentError(msg)
+        return rank
+
+
+class CoalescedWork(Work):
+    """Several works that were issued between the start and the end of coalescing, as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        last = Completion("coalesced", "", 0, 0.0)
+        last.finish()
+        super().__init__(last, [t for w in works for t in w.result()])
+        self._works = works
+
+    def wait(self, timeout: timedelta = compat.NO_TIMEOUT) -> bool:
+        """Block the host until every one of them is complete; `timeout` is for each."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Say whether all have ended and none failed."""
+        return all(work.is_success() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes with the last of them; its value is the list of all outputs."""
+        outputs = self.result()
+        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
+        return gathered.then(lambda done: (done.wait(), outputs)[1])
+
+
+def _opts(opts: Any) -> Any:
+    """Return the options if that is what the argument is: c10d's short forms put an operator or a root there."""
+    return opts if hasattr(opts, "asyncOp") else None
+
+
+def _reduction(opts: Any) -> Reduction:
+    if opts is None:
+        return _SUM
+    op = getattr(opts, "reduceOp", opts)
+    name = compat.reduce_op_name(op)
+    return _REDUCTIONS.get(name) or Reduction(name, compat.premul_factor(op))
+
+
+_REDUCTIONS = {n: Reduction(n) for n in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+
+
+def _listed(call: str, tensors: Any) -> Sequence[torch.Tensor]:
+    """Return the one tensor of c10d's list form, or of its short form."""
+    if isinstance(tensors, torch.Tensor):
+        return (tensors,)
+    if len(tensors) != 1:
+        msg = f"{call}: expected one tensor per rank, found a list of {len(tensors)}; issue one call for each"
+        raise InvalidArgumentError(msg)
+    found: Sequence[torch.Tensor] = tensors
+    return found
+
+
+def _inner(tensors: Any) -> Sequence[torch.Tensor]:
+    """Return the list of tensors, one per rank, of c10d's list-of-lists form or of its short form."""
+    if not tensors:
+        return ()
+    found: Sequence[torch.Tensor] = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
+    return found
+
+
+def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
+    """Make the group; c10d calls this as the backend's creator.
+
+    **Collective:** over the ranks of the new group only.
+
+    Raises:
+        InvalidArgumentError: The backend map names another backend for a device, or rank or world size
+            contradict MPI; on every rank of the default group.
+        CollectiveTimeout: A member did not come within the group's timeout.
+    """
+    seconds = compat.timeout_s(opts.timeout, 1800.0)
+    ranks = list(opts.global_ranks_in_group)
+    if not ranks:
+        _mpi.agree(_world_problem(opts), seconds, "init_process_group")
+        comm = _mpi.run_with_deadline(_mpi.control_comm().Dup, seconds, "init_process_group")
+    else:
+        problem = _map_problem()
+        if problem is not None:
+            raise problem
+        control = _mpi.control_comm(seconds)
+        members = control.group.Incl(ranks)
+        # members of different new groups may be here at the same time: the tag keeps them apart
+        tag = zlib.crc32(str(opts.group_id).encode()) % 32767
+        what = f"new_group({ranks})"
+        comm = _mpi.run_with_deadline(lambda: control.Create_group(members, tag), seconds, what)
+        members.Free()
+    communicator = MPICommunicator(comm, str(opts.group_id))
+    return ProcessGroupInflight(opts.store, opts.group_rank, opts.group_size, communicator, seconds)
+
+
+def _world_problem(opts: Any) -> InflightError | None:
+    world = _mpi.mpi().COMM_WORLD
+    if (opts.group_rank, opts.group_size) != (world.rank, world.size):
+        return InvalidArgumentError(
+            f"init_process_group: rank {opts.group_rank} of world_size {opts.group_size} contradicts MPI, where this "
+            f"is rank {world.rank} of {world.size}; leave both out and pass init_method='mpi://'"
+        )
+    return _map_problem()
+
+
+def _map_problem() -> InflightError | None:
+    requested = compat.requested_backend_map() or {}
+    others = {device: name for device, name in requested.items() if name != BACKEND}
+    if not others:
+        return None
+    found = ",".join(f"{device}:{name}" for device, name in requested.items())
+    return InvalidArgumentError(
+        f"init_process_group: backend map {found!r} names another backend beside {BACKEND}, which would be ignored: "
+        f"a group of this package serves every device itself; pass backend={BACKEND!r}"
+    )
+
+
+def register() -> None:
+    """Make the backend's name known to torch.
+
+    **Local:** once, at import; calls no MPI.
+    """
+    compat.register_backend(BACKEND, create, list(DEVICES))

@@ -1,0 +1,217 @@
+"""The handle that an asynchronous operation returns, and the completion that its backend keeps.
+
+They are two objects so that a work which its user dropped takes its output tensors with it, while the backend
+and the in-flight registry go on holding what completes it.
+"""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from hpc_inflight._torch_compat import NO_TIMEOUT, BaseWork, timeout_s
+from hpc_inflight.errors import CollectiveTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from datetime import timedelta
+
+_future_lock = threading.Lock()  # taken only around the few instructions that attach or read a future
+
+
+class Registration(Protocol):
+    """What the in-flight registry attaches to a work."""
+
+    def waited(self) -> None:
+        """Remove the work's entries; called once the work was waited."""
+
+
+class Completion:
+    """Whether one operation is complete, and how it ended.
+
+    Attributes:
+        op: Name of the operation, such as ``"all_reduce"``.
+        group: Name of the group.
+        seq: Number of the operation in its group, from 1.
+        timeout_s: Seconds that a wait without a timeout of its own may take.
+        issued_at: ``time.monotonic()`` when it was issued.
+        completed: True once the operation has ended, well or not.
+        exception: Why it failed; None when it did not.
+    """
+
+    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "seq", "timeout_s")
+
+    def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
+        self.op = op
+        self.group = group
+        self.seq = seq
+        self.timeout_s = timeout_s
+        self.issued_at = time.monotonic()
+        self.completed = False
+        self.exception: BaseException | None = None
+        self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
+        # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
+        self._done = _thread.allocate_lock()
+        self._done.acquire()
+
+    def finish(self, exception: BaseException | None = None) -> None:
+        """Mark the operation as ended and wake everyone who waits.
+
+        **Local:** once, by the thread that ran the operation. Callbacks of a future run in that thread.
+        """
+        self.exception = exception
+        with _future_lock:
+            self.completed = True
+            attached = self._future
+        self._done.release()
+        if attached is not None:
+            self._resolve(*attached)
+
+    def _resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
+        if self.exception is None:
+            future.set_result(outputs)
+        else:
+            future.set_exception(self.exception)
+
+    def poll(self) -> bool:
+        """Say whether the operation has ended, making progress where it needs a call for that."""
+        return self.completed
+
+    def block(self, seconds: float) -> None:
+        """Block the host until the operation has ended.
+
+        Raises:
+            CollectiveTimeout: It did not within ``seconds``.
+        """
+        if not self._done.acquire(timeout=seconds):
+            raise CollectiveTimeout(self.describe_timeout(seconds))
+        self._done.release()
+
+    def describe_timeout(self, seconds: float) -> str:
+        """Return the text of the error for a deadline that passed."""
+        return (
+            f"{self.op} (seq {self.seq}) on group {self.group}: not complete {seconds:g} s into the wait, "
+            f"{time.monotonic() - self.issued_at:.1f} s after it was issued; a rank has not issued it, or is stuck"
+        )
+
+    def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
+        """Return the future of this operation, whose value is the list of its output tensors."""
+        with _future_lock:
+            if self._future is not None:
+                return self._future[0]
+            attached = torch.futures.Future[Any](), outputs
+            self._future = attached
+            completed = self.completed
+        if completed:
+            self._resolve(*attached)
+        return attached[0]
+
+
+class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
+    """A collective or point-to-point operation that was issued; what c10d calls a Work.
+
+    ``wait`` may be called any number of times and from any thread. Dropping the last reference neither cancels
+    the operation nor keeps its tensors: its backend holds them until it is complete.
+    """
+
+    __slots__ = ("_outputs", "completion", "registration")
+
+    def __init__(self, completion: Completion, outputs: Sequence[torch.Tensor]) -> None:
+        super().__init__()
+        self.completion = completion
+        self.registration: Registration | None = None
+        self._outputs = outputs
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block the host until the operation is complete (CPU tensors).
+
+        **Local:** any thread, any number of times; not from a callback of a future of the same group.
+
+        Args:
+            timeout: At most this long; zero means the group's timeout.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveTimeout: The deadline passed; the operation stays in flight.
+            InflightError: The operation failed; whatever it raised is raised here, on every wait.
+        """
+        completion = self.completion
+        if not completion.completed:
+            completion.block(timeout_s(timeout, completion.timeout_s))
+        if self.registration is not None:
+            registration, self.registration = self.registration, None
+            registration.waited()
+        if completion.exception is not None:
+            raise completion.exception
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether the operation has ended, well or not; never blocks."""
+        return self.completion.poll()
+
+    def is_success(self) -> bool:
+        """Say whether the operation has ended and did not fail; never blocks."""
+        return self.completion.poll() and self.completion.exception is None
+
+    def exception(self) -> BaseException | None:
+        """Return why the operation failed, or None."""
+        return self.completion.exception
+
+    def synchronize(self) -> None:
+        """Order the caller after the operation: on CPU the same as ``wait``."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Order the current stream after the operation: on CPU, where there is none, the same as ``wait``."""
+        self.wait()
+
+    def result(self) -> list[torch.Tensor]:
+        """Return the output tensors."""
+        return list(self._outputs)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes with the operation; its value is the list of output tensors."""
+        return self.completion.future(list(self._outputs))
+
+    def source_rank(self) -> int:
+        """Return the group rank that a receive from any source received from.
+
+        Raises:
+            CollectiveTimeout: As `wait`, which it calls.
+        """
+        self.wait()
+        return getattr(self.completion, "source", -1)
+
+    _source_rank = source_rank
+
+
+class DoneWork(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
+    """What a synchronous operation returns: c10d still calls ``wait`` on it, and nothing is left to do."""
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002  # c10d's signature
+        """Return at once."""
+        return True
+
+    def is_completed(self) -> bool:
+        """Return True."""
+        return True
+
+    def is_success(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> list[torch.Tensor]:
+        """Return no tensors: the caller of a synchronous operation has them."""
+        return []
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a completed future without tensors."""
+        future = torch.futures.Future[Any]()
+        future.set_result([])
+        return future
