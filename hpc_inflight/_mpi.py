@@ -6,9 +6,12 @@ environment was compared with the library found, because afterwards a mismatch s
 
 from __future__ import annotations
 
+import itertools
 import os
+import pickle
 import threading
 import time
+from array import array
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hpc_inflight import topology
@@ -32,7 +35,7 @@ _lock = threading.Lock()
 _module: ModuleType | None = None
 _control: MPI.Intracomm | None = None
 _duplicating: tuple[MPI.Intracomm, MPI.Request] | None = None  # kept when a deadline passes: MPI cannot cancel it
-_abandoned: list[object] = []  # requests past their deadline and their buffers, which MPI may still write to
+_abandoned: list[object] = []  # requests past their deadline: MPI may still write to their buffers
 _owner_pid = 0
 
 _SPIN_S = 50e-6  # a reply on the same node arrives within this
@@ -214,6 +217,53 @@ def run_with_deadline(call: Callable[[], T], timeout_s: float, what: str) -> T:
     return result[0]
 
 
+def allgather(value: Any, timeout_s: float, what: str) -> list[Any]:
+    """Return every rank's value, in rank order.
+
+    **Collective:** over the world, on the package's own communicator.
+
+    Args:
+        value: Anything that pickles.
+        timeout_s: Seconds to wait for the other ranks.
+        what: The call, for the error.
+
+    Raises:
+        CollectiveTimeout: A rank did not come.
+    """
+    comm, deadline = control_comm(timeout_s), time.monotonic() + timeout_s
+    payload = pickle.dumps(value)
+    sizes = array("q", bytes(8 * comm.size))
+    _complete(
+        lambda: comm.Iallgather(_int64(array("q", [len(payload)]), 1), _int64(sizes, 1)),
+        deadline - time.monotonic(),
+        what,
+    )
+    gathered = bytearray(sum(sizes))
+    counts = list(sizes)
+    byte = mpi().BYTE
+    _complete(
+        lambda: comm.Iallgatherv([payload, len(payload), byte], [gathered, counts, byte]),
+        deadline - time.monotonic(),
+        what,
+    )
+    ends = list(itertools.accumulate(counts))
+    return [pickle.loads(gathered[end - n : end]) for end, n in zip(ends, counts, strict=True)]  # noqa: S301  # our own
+
+
+def _int64(buffer: array[int], count: int) -> list[Any]:
+    return [buffer, count, mpi().INT64_T]
+
+
+def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
+    """Start a non-blocking collective on the control communicator and wait for it."""
+    request = start()
+    if not poll(request.Test, timeout_s):
+        _abandoned.append(request)  # mpi4py's request keeps its buffers alive
+        size = control_comm().size
+        msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
+        raise CollectiveTimeout(msg)
+
+
 def agree(error: InflightError | None, timeout_s: float, what: str) -> None:
     """Let every rank learn of a problem that only some can see, before any of them goes on.
 
@@ -231,23 +281,14 @@ def agree(error: InflightError | None, timeout_s: float, what: str) -> None:
     """
     patience = timeout_s if error is None else min(timeout_s, 5.0)
     try:
-        comm = control_comm(patience)
+        told = allgather(error is not None, patience, what)
     except CollectiveTimeout:
         if error is not None:
             raise error from None
         raise
-    byte = mpi().BYTE
-    mine, flags = bytearray([error is not None]), bytearray(comm.size)
-    request = comm.Iallgather([mine, 1, byte], [flags, 1, byte])
-    arrived = poll(request.Test, patience)
-    if not arrived:
-        _abandoned.append((request, mine, flags))
     if error is not None:
         raise error
-    if not arrived:
-        msg = f"{what}: not every rank arrived within {timeout_s:g} s; all {comm.size} ranks must call it"
-        raise CollectiveTimeout(msg)
-    bad = [rank for rank, flag in enumerate(flags) if flag]
+    bad = [rank for rank, failed in enumerate(told) if failed]
     if bad:
         msg = f"{what}: failed on rank {', '.join(map(str, bad))}; see the error there"
         raise InflightError(msg)

@@ -86,6 +86,11 @@ def register_backend(name: str, creator: Callable[[Any, Any], Any], devices: lis
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
 
 
+def sequence_number(group: Any) -> int:
+    """Return how many collectives a group has issued."""
+    return int(group._get_sequence_number_for_group())
+
+
 def register_rendezvous(scheme: str, handler: Callable[..., Any]) -> None:
     """Register a rendezvous handler for the URLs of a scheme."""
     dist.register_rendezvous_handler(scheme, handler)  # type: ignore[attr-defined,no-untyped-call]  # untyped in torch

@@ -8,6 +8,7 @@ import os
 import socket
 import sys
 import threading
+import time
 import traceback
 from dataclasses import dataclass
 from datetime import timedelta
@@ -214,8 +215,8 @@ def _abort_job(error: BaseException) -> None:
 def _at_exit(pid: int) -> None:
     if os.getpid() != pid or not _mpi.started():
         return
-    seconds = config().exit_timeout_s
+    deadline = time.monotonic() + config().exit_timeout_s
     with contextlib.suppress(TimeoutError):
         # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
-        group_set.wait_for_all_pending_works(seconds)
-    store.close_default_store(seconds)
+        group_set.wait_for_all_pending_works(config().exit_timeout_s)
+    store.close_default_store(max(0.0, deadline - time.monotonic()))

@@ -129,6 +129,10 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         """Return c10d's options of a backend: the timeout."""
         return compat.BackendOptions(BACKEND, timedelta(seconds=self._timeout_s))
 
+    def _get_sequence_number_for_group(self) -> int:
+        """Return the number of collectives issued so far."""
+        return self._comm.seq
+
     def _set_sequence_number_for_group(self) -> None:
         """Sequence numbers start at 1 with the group; there is nothing to exchange."""
 

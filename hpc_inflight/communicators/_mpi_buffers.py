@@ -50,16 +50,18 @@ def check_same(call: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, a
             raise InvalidArgumentError(msg)
 
 
-def reduce_buffer(tensor: torch.Tensor, mpi_type: Any) -> Buffer:
-    """Describe a contiguous tensor to a reduction; the caller keeps the tensor alive."""
-    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), mpi_type
+def reduce_buffer(tensor: torch.Tensor, mpi_type: Any, blocks: int = 1) -> Buffer:
+    """Describe a contiguous tensor to a reduction; the caller keeps the tensor alive.
+
+    Where a call divides the memory into ``blocks`` equal parts, mpi4py takes the count for that of one part.
+    """
+    return mpi().buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel() // blocks, mpi_type
 
 
-def move_buffer(tensor: torch.Tensor) -> Buffer:
-    """Describe a contiguous tensor to a data movement; the caller keeps the tensor alive."""
-    module = mpi()
-    datatype = getattr(module, dtypes.MOVE_TYPE[tensor.element_size()])
-    return module.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes), tensor.numel(), datatype
+def move_buffer(tensor: torch.Tensor, blocks: int = 1) -> Buffer:
+    """Describe a contiguous tensor to a data movement; otherwise as `reduce_buffer`."""
+    datatype = getattr(mpi(), dtypes.MOVE_TYPE[tensor.element_size()])
+    return reduce_buffer(tensor, datatype, blocks)
 
 
 def vector_buffer(flat: torch.Tensor, counts: Sequence[int]) -> tuple[Any, list[int], Any]:

@@ -119,7 +119,7 @@ class Reducer:
                 spec,
                 output,
                 lambda target: comm.Reduce_scatter_block(
-                    buf.reduce_buffer(source, mpi_type), buf.reduce_buffer(target, mpi_type), mpi_op
+                    buf.reduce_buffer(source, mpi_type, self.size), buf.reduce_buffer(target, mpi_type), mpi_op
                 ),
             )
 

@@ -45,6 +45,7 @@ class Communicator(Protocol):
 
     rank: int
     size: int
+    seq: int
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Operation:
         """Reduce ``tensor`` over the ranks, in place on every rank."""

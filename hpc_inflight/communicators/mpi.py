@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -29,14 +28,20 @@ _DONE = DoneWork()
 
 
 class MPICommunicator(Reducer):
-    """One group over its own duplicated MPI communicator; see `hpc_inflight.communicators.base.Communicator`."""
+    """One group over its own duplicated MPI communicator; see `hpc_inflight.communicators.base.Communicator`.
+
+    Attributes:
+        name: The group's name, for messages.
+        seq: Number of collectives issued so far; the same on every rank of a program that is right.
+    """
 
     def __init__(self, comm: MPI.Intracomm, name: str) -> None:
         super().__init__(comm)
         self.name = name
         self._mpi = _mpi.mpi()
-        self._seq = itertools.count(1)
-        self._issue_lock = threading.Lock()
+        self.seq = 0
+        self._p2p_seq = 0
+        self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
@@ -94,7 +99,7 @@ class MPICommunicator(Reducer):
         def run() -> None:
             source = tensor if buf.plain(tensor) else buf.flatten([tensor])
             target = output if buf.plain(output) else torch.empty(output.numel(), dtype=output.dtype)
-            comm.Allgather(buf.move_buffer(source), buf.move_buffer(target))
+            comm.Allgather(buf.move_buffer(source), buf.move_buffer(target, self.size))
             if target is not output:
                 buf.unflatten(target, [output])
 
@@ -213,13 +218,16 @@ class MPICommunicator(Reducer):
         """See `Communicator.issue`."""
         worker, inline_only = self._worker, self._inline_only
         if (inline_only or not async_op) and worker.run_inline(operations, wait_turn=inline_only):
+            with self._issue_lock:
+                self.seq += 1
             if not async_op:
                 return _DONE
-            completion = Completion(op, self.name, next(self._seq), timeout_s)
+            completion = Completion(op, self.name, self.seq, timeout_s)
             completion.finish()
             return Work(completion, outputs)
-        with self._issue_lock:  # numbers and queue in the same order, whichever threads issue
-            completion = Completion(op, self.name, next(self._seq), timeout_s)
+        with self._issue_lock:
+            self.seq += 1
+            completion = Completion(op, self.name, self.seq, timeout_s)
             worker.submit(completion, operations)
         return Work(completion, outputs)
 
@@ -227,7 +235,7 @@ class MPICommunicator(Reducer):
         """See `Communicator.send`."""
         self._check_p2p("send", tensor, dst, tag)
         source = tensor if buf.plain(tensor) else buf.flatten([tensor.detach()])
-        completion = RequestCompletion("send", self.name, next(self._seq), timeout_s, source, None)
+        completion = RequestCompletion("send", self.name, self._next_p2p(), timeout_s, source, None)
         request = self.comm.Isend(buf.move_buffer(source), dst, tag)
         return self._start(completion, request, [])
 
@@ -242,10 +250,15 @@ class MPICommunicator(Reducer):
             def after() -> None:
                 buf.unflatten(target, [tensor])
 
-        completion = RequestCompletion("recv", self.name, next(self._seq), timeout_s, target, after)
+        completion = RequestCompletion("recv", self.name, self._next_p2p(), timeout_s, target, after)
         source = self._mpi.ANY_SOURCE if src is None else src
         request = self.comm.Irecv(buf.move_buffer(target), source, tag)
         return self._start(completion, request, [tensor])
+
+    def _next_p2p(self) -> int:
+        with self._issue_lock:
+            self._p2p_seq += 1
+            return self._p2p_seq
 
     def _start(self, completion: RequestCompletion, request: Any, outputs: list[torch.Tensor]) -> Work:
         completion.start(request, self._requests)
@@ -254,7 +267,7 @@ class MPICommunicator(Reducer):
 
     def pending_works(self) -> list[Completion]:
         """See `Communicator.pending_works`."""
-        return sorted([*self._worker.pending(), *self._requests.pending()], key=lambda c: c.seq)
+        return sorted([*self._worker.pending(), *self._requests.pending()], key=lambda c: c.issued_at)
 
     def shutdown(self, timeout_s: float) -> None:
         """See `Communicator.shutdown`; raises `DrainTimeout` when works are still pending at the deadline."""

@@ -1,0 +1,177 @@
+"""A pytest plugin for tests that run on several ranks at once, beside pytest-mpi and pytest-timeout.
+
+Name it in the top conftest (``pytest_plugins = ["hpc_inflight.testing.plugin"]``) and start pytest under the MPI
+launcher with ``-x --with-mpi``. Then
+
+- rank 0 reports; another rank's report is shown if the session failed there;
+- a test that outlasts its pytest-timeout prints the stacks of all ranks and ends the job;
+- the session fails when ranks passed different numbers of tests, or none;
+- a failed session ends the job, so that no rank waits for one that stopped;
+- the fixture `fully_collective` fails a test in which ranks issued different numbers of collectives, or which left
+  something registered or pending.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import io
+import os
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch.distributed as dist
+
+import hpc_inflight as hi
+from hpc_inflight import _mpi, _torch_compat, group_set, work_registry
+from hpc_inflight._torch_compat import sequence_number
+from hpc_inflight.testing.asserts import gather_on_all_ranks
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+_TIMER = pytest.StashKey[threading.Timer]()
+_FAILED = pytest.StashKey[bool]()
+_GRACE_S = 3.0  # for the other ranks to print their stacks, too
+_SETTLE_S = 5.0
+
+
+class _Session:
+    """This process's part in the session."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.comm: Any = _mpi.mpi().COMM_WORLD
+        # pytest has not redirected file descriptors yet at this point; in a test it has
+        self.stderr = os.dup(2)
+        self.passed = 0
+        self.buffer: io.StringIO | None = None
+        reporter: Any = config.pluginmanager.getplugin("terminalreporter")
+        if self.comm.rank and reporter is not None:
+            self.buffer = io.StringIO()
+            reporter._tw._file = self.buffer  # noqa: SLF001  # pytest has no public way to redirect its report
+
+    def say(self, text: str) -> None:
+        """Write past pytest's capture, a whole line at a time."""
+        os.write(self.stderr, f"[rank {self.comm.rank} of {self.comm.size}] {text}\n".encode())
+
+    def deadline_passed(self, nodeid: str, seconds: float) -> None:
+        self.say(f"{nodeid} is not over after {seconds:g} s; stacks of this rank:")
+        faulthandler.dump_traceback(self.stderr, all_threads=True)
+        time.sleep(_GRACE_S)
+        self.end_job()
+
+    def end_job(self) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        if self.comm.size > 1:
+            self.comm.Abort(1)
+        os._exit(1)
+
+
+_session: _Session | None = None
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Find this rank's place."""
+    global _session  # noqa: PLW0603  # pytest's hooks are functions
+    if not config.option.collectonly:
+        _session = _Session(config)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    """Take pytest-timeout's deadline over: its own way shows one rank's stacks and kills the rest unseen."""
+    if _session is None:
+        return None
+    timer = threading.Timer(settings.timeout, _session.deadline_passed, (item.nodeid, settings.timeout))
+    timer.daemon = True
+    timer.start()
+    item.stash[_TIMER] = timer
+    # for a rank stuck in C with the GIL held, where the timer's thread cannot run
+    faulthandler.dump_traceback_later(settings.timeout + 2 * _GRACE_S, exit=True, file=_session.stderr)
+    return True
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool | None:
+    """Stop the deadline of a test that is over."""
+    timer = item.stash.get(_TIMER, None)
+    if timer is None:
+        return None
+    timer.cancel()
+    faulthandler.cancel_dump_traceback_later()
+    return True
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Any:
+    """Count what passed, and tell the fixtures of a test that it failed."""
+    report = yield
+    if report.failed:
+        item.stash[_FAILED] = True
+    if _session is not None and report.when == "call" and report.passed:
+        _session.passed += 1
+    return report
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Compare the ranks' counts."""
+    if _session is None or _session.comm.size == 1 or exitstatus != pytest.ExitCode.OK:
+        return
+    counts = gather_on_all_ranks(_session.passed)
+    if len(set(counts)) > 1 or not counts[0]:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if _session.comm.rank == 0:
+            _session.say(f"passed tests per rank: {counts}; expected the same number, above 0, on each")
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    """Show a failed rank's report and end the job with it: the others may wait for this rank."""
+    if _session is None:
+        return
+    session: Any = config.pluginmanager.getplugin("session")
+    status = getattr(session, "exitstatus", pytest.ExitCode.OK)
+    if status not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED} and _session.comm.size > 1:
+        if _session.buffer is not None:
+            _session.say("its report:\n" + _session.buffer.getvalue())
+        _session.end_job()
+
+
+@pytest.fixture(scope="session")
+def world() -> Iterator[hi.World]:
+    """The world that `hpc_inflight.init` makes, for the whole session."""
+    made = hi.init(timeout_s=60)
+    yield made
+    hi.finalize()
+
+
+@pytest.fixture
+def fully_collective(request: pytest.FixtureRequest, world: hi.World) -> Iterator[None]:  # noqa: ARG001  # made first
+    """Fail a test that was not the same on every rank, or that left something behind."""
+    yield
+    if request.node.stash.get(_FAILED, False):
+        return  # the session ends with -x; the other ranks may not come here
+    deadline = time.monotonic() + _SETTLE_S
+    while any(group.pending_works() for group in group_set.groups()) and time.monotonic() < deadline:
+        time.sleep(1e-3)
+    work_registry.sweep()
+    default = dist.group.WORLD
+    facts = {
+        "test": request.node.nodeid,
+        "collectives on the default group": None if default is None else sequence_number(default),
+        "pending works": sum(len(group.pending_works()) for group in group_set.groups()),
+        "works in flight": [w.op for w in hi.inflight()],
+        "works in torch's registry": _torch_compat.registry_size(),
+    }
+    ranks = gather_on_all_ranks(facts)
+    for key, value in ranks[0].items():
+        values = [rank[key] for rank in ranks]
+        if any(v != value for v in values):
+            pytest.fail(f"not fully collective: {key} per rank: {values}")
+    for key in ("pending works", "works in flight", "works in torch's registry"):
+        if ranks[0][key]:
+            pytest.fail(f"left behind: {key}: {ranks[0][key]}")

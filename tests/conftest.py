@@ -1,0 +1,1 @@
+pytest_plugins = ["hpc_inflight.testing.plugin"]

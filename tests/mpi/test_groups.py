@@ -1,0 +1,152 @@
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+import hpc_inflight as hi
+from hpc_inflight.testing import assert_on_all_ranks, gather_on_all_ranks
+
+
+def test_world_facts(world: hi.World, rank: int, size: int) -> None:
+    # one machine: everything is local
+    assert (world.local_rank, world.local_world_size, world.node_rank) == (rank, size, 0)
+    assert gather_on_all_ranks(world.rank) == list(range(size))
+    assert world.thread_level == "multiple"
+    assert world.mpi_vendor in {"Open MPI", "MPICH"}
+    assert world.mpi_version[0] >= 4
+    assert world.device == torch.device("cpu")
+    assert dist.get_rank() == rank
+    assert dist.get_world_size() == size
+    assert dist.get_backend() == "hpc_inflight"
+    assert hi.world() is world
+
+
+def test_subgroups(rank: int, size: int) -> None:
+    evens, odds = range(0, size, 2), range(1, size, 2)
+    groups = [dist.new_group(list(r)) for r in (evens, odds) if len(r)]
+    mine = groups[rank % 2]
+    members = evens if rank % 2 == 0 else odds
+    tensor = torch.tensor([float(rank)])
+    dist.all_reduce(tensor, group=mine)
+    assert tensor.item() == sum(members)
+    # roots are given as world ranks
+    tensor = torch.tensor([float(rank)])
+    dist.broadcast(tensor, src=members[-1], group=mine)
+    assert tensor.item() == members[-1]
+    dist.destroy_process_group(mine)
+
+
+def test_new_group_only_members_take_part(rank: int, size: int) -> None:
+    group = dist.new_group([size - 1], use_local_synchronization=True) if rank == size - 1 else None
+    if group is not None:
+        tensor = torch.tensor([3.0])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 3.0
+        dist.destroy_process_group(group)
+
+
+def test_hundred_groups_destroyed_in_reverse(rank: int, size: int) -> None:
+    before = len(hi.groups())
+    groups = [dist.new_group(list(range(size))) for _ in range(100)]
+    assert len(hi.groups()) == before + 100
+    for group in reversed(groups):
+        tensor = torch.tensor([1.0])
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == size
+        dist.destroy_process_group(group)
+    assert len(hi.groups()) == before
+
+
+def test_destroyed_group_refuses(size: int) -> None:
+    group = dist.new_group(list(range(size)))
+    assert group is not None
+    dist.destroy_process_group(group)
+    with pytest.raises(hi.GroupDestroyedError, match=r"all_reduce: group .* was destroyed; make a new group"):
+        group.allreduce([torch.ones(1)])
+
+
+def test_works_on_two_groups_from_two_threads(rank: int, size: int) -> None:
+    groups = [dist.new_group(list(range(size))) for _ in range(2)]
+    totals: list[float] = [0.0, 0.0]
+
+    def run(i: int) -> None:
+        for _ in range(200):
+            tensor = torch.tensor([float(rank + i)])
+            dist.all_reduce(tensor, group=groups[i])
+            totals[i] += tensor.item()
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert totals == [200 * (size * (size - 1) / 2 + i * size) for i in range(2)]
+    for group in groups:
+        dist.destroy_process_group(group)
+
+
+def test_object_collectives_of_unequal_size(rank: int, size: int) -> None:
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, "x" * (1 + 1000 * rank))
+    assert [len(str(g)) for g in gathered] == [1 + 1000 * r for r in range(size)]
+    objects: list[object] = [{"from": rank}, [rank] * 5] if rank == size - 1 else [None, None]
+    dist.broadcast_object_list(objects, src=size - 1)
+    assert objects == [{"from": size - 1}, [size - 1] * 5]
+    received: list[object] = [None]
+    dist.scatter_object_list(received, [("to", r) for r in range(size)] if rank == 0 else None, src=0)
+    assert received == [("to", rank)]
+    collected: list[object] | None = [None] * size if rank == 0 else None
+    dist.gather_object((rank,), collected, dst=0)
+    assert collected == ([(r,) for r in range(size)] if rank == 0 else None)
+
+
+def test_device_mesh_and_functional_collectives(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    tensor = torch.full((2,), rank + 1.0)
+    reduced = dist._functional_collectives.all_reduce(tensor, "sum", mesh)
+    assert reduced.tolist() == [size * (size + 1) / 2] * 2
+    gathered = dist._functional_collectives.all_gather_tensor(tensor, 0, mesh)
+    assert gathered.tolist() == [s + 1.0 for s in range(size) for _ in range(2)]
+    for group in mesh.get_all_groups():
+        if group is not dist.group.WORLD:
+            dist.destroy_process_group(group)
+
+
+def test_ddp_matches_the_full_batch(rank: int, size: int) -> None:
+    torch.manual_seed(1)
+    reference = torch.nn.Linear(4, 3)
+    model = torch.nn.Linear(4, 3)
+    model.load_state_dict(reference.state_dict())
+    batch = torch.randn(6 * size, 4)
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    parallel(batch[6 * rank : 6 * rank + 6]).square().mean().backward()
+    reference(batch).square().mean().backward()
+    for ours, theirs in zip(model.parameters(), reference.parameters(), strict=True):
+        torch.testing.assert_close(ours.grad, theirs.grad)
+
+
+def test_ddp_starts_from_rank_0s_weights(rank: int) -> None:
+    torch.manual_seed(100 + rank)
+    model = torch.nn.Linear(3, 3)
+    torch.manual_seed(100)
+    expected = torch.nn.Linear(3, 3).weight
+    torch.nn.parallel.DistributedDataParallel(model)
+    assert torch.equal(model.weight, expected)
+
+
+def test_drain(rank: int, size: int) -> None:
+    tensor = torch.full((200_000,), 1.0)
+    for _ in range(10):
+        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
+    hi.wait_for_all_pending_works(timeout_s=30)
+    assert not any(group.pending_works() for group in hi.groups())
+
+
+def test_assert_on_all_ranks_names_the_failing(rank: int, size: int) -> None:
+    with pytest.raises(AssertionError, match=rf"failed on 1 of {size} ranks:\n  rank {size - 1}: bad on {size - 1}"):
+        assert_on_all_ranks(rank != size - 1, f"bad on {rank}")
+    assert_on_all_ranks(True, "never shown")
