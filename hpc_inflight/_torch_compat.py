@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
@@ -63,9 +64,20 @@ def storage_key(tensor: torch.Tensor) -> int:
     return key
 
 
-def storage_use_count(tensor: torch.Tensor) -> int:
-    """Return how many tensors and storages hold the storage of ``tensor``."""
-    return _use_count(tensor.untyped_storage()._cdata)
+def _storage_uses(tensor: torch.Tensor) -> int:
+    storage = tensor.untyped_storage()  # held in a variable: it counts as a holder, always
+    return _use_count(storage._cdata)
+
+
+@functools.cache
+def _uses_of_one_tensor() -> int:
+    alone = torch.empty(1)
+    return _storage_uses(alone)
+
+
+def storage_is_shared(tensor: torch.Tensor) -> bool:
+    """Say whether any other tensor holds the storage of ``tensor``."""
+    return _storage_uses(tensor) > _uses_of_one_tensor()
 
 
 def has_storage(tensor: torch.Tensor) -> bool:

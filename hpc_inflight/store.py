@@ -78,7 +78,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
     def _serve(self) -> None:
         comm, module, pause = self._comm, _mpi.mpi(), 0.0
         while True:
-            message = comm.Improbe(module.ANY_SOURCE, _REQUEST_TAG)
+            message = comm.improbe(module.ANY_SOURCE, _REQUEST_TAG)
             if message is None:
                 if self._stop.is_set():
                     return
@@ -130,7 +130,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
 
         def arrived() -> bool:
             request.Test()
-            message = comm.Improbe(0, reply_tag)
+            message = comm.improbe(0, reply_tag)
             if message is not None:
                 found.append(message.recv())
             return bool(found)

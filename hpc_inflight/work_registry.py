@@ -210,7 +210,7 @@ class _Registry:
             if storage is None:
                 continue
             entries = {handle.entry for handle in storage.live}
-            if compat.storage_use_count(storage.alias) == 1 and all(e.completed() for e in entries if e):
+            if not compat.storage_is_shared(storage.alias) and all(e.completed() for e in entries if e):
                 for entry in entries:
                     if entry is not None:
                         self._close_unwaited(entry)
@@ -219,7 +219,7 @@ class _Registry:
 
     def _close_unwaited(self, entry: _Entry) -> None:
         # another output of the same work may still be alive and waited for: then only this storage's handles go
-        others = [h for h in entry.handles if compat.storage_use_count(h.storage.alias) > 1]
+        others = [h for h in entry.handles if compat.storage_is_shared(h.storage.alias)]
         if not others:
             self.close(entry, unwaited=True)
             return

@@ -75,13 +75,7 @@ class Worker:
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             completion, operations = job
-            error: BaseException | None = None
-            with self._executing:
-                try:
-                    for operation in operations:
-                        operation()
-                except BaseException as caught:  # noqa: BLE001  # belongs to whoever waits, not to this thread
-                    error = caught
+            error = self._run(operations)
             # first gone from the queue, then complete: whoever waited, or is called back in this thread, may then
             # run the next one inline; meanwhile a drain still sees it
             self._finishing = completion
@@ -91,6 +85,16 @@ class Worker:
             completion.finish(error)
             self._finishing = None
             del completion, error
+
+    def _run(self, operations: Sequence[Operation]) -> BaseException | None:
+        # a frame of its own: in the loop's, the last operation would hold its tensors until the next job
+        with self._executing:
+            try:
+                for operation in operations:
+                    operation()
+            except BaseException as caught:  # noqa: BLE001  # belongs to whoever waits, not to this thread
+                return caught
+        return None
 
     def pending(self) -> list[Completion]:
         """Return what is enqueued or running, oldest first."""

@@ -142,11 +142,12 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 @pytest.fixture(scope="session")
-def world() -> Iterator[hi.World]:
+def world(request: pytest.FixtureRequest) -> Iterator[hi.World]:
     """The world that `hpc_inflight.init` makes, for the whole session."""
     made = hi.init(timeout_s=60)
     yield made
-    hi.finalize()
+    if not request.session.testsfailed:  # else the others may be elsewhere, and the job ends in a moment
+        hi.finalize()
 
 
 @pytest.fixture

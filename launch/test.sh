@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# All checks, in the order in which they fail fastest. Stops at the first failure.
+set -euo pipefail
+
+usage() {
+    cat <<'TEXT'
+usage: launch/test.sh [--quick]
+
+Sets up the environment (launch/setup.sh -h), then: lint, types, layers; unit tests; tests on 1 to 4 ranks; tests on
+2 ranks with the other MPI; whole jobs. The exit code is 0 when all of it passed.
+
+  --quick   only lint, types, layers, unit tests and 2 ranks
+  MPI       openmpi (default) or mpich: the MPI that runs everything
+TEXT
+}
+
+quick=
+case ${1:-} in
+    '') ;;
+    --quick) quick=1 ;;
+    -h | --help)
+        usage
+        exit 0
+        ;;
+    *)
+        echo "test.sh: there is no option '$1': launch/test.sh -h shows the usage." >&2
+        exit 2
+        ;;
+esac
+
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+step_name="setup"
+# The last line says how it went, whichever way the script ends.
+finish() {
+    local status=$?
+    if ((status == 0)); then
+        echo "test.sh: PASSED in $SECONDS s"
+    else
+        echo "test.sh: FAILED at '$step_name' with exit code $status, after $SECONDS s"
+    fi
+}
+trap finish EXIT
+
+# step NAME COMMAND...: run it under a heading; set -e ends the script if it fails.
+step() {
+    local start=$SECONDS
+    step_name=$1
+    printf '\n=== %s\n' "$step_name"
+    shift
+    "$@"
+    printf -- '--- %s: %d s\n' "$step_name" $((SECONDS - start))
+}
+
+# tests/mpi on N ranks. With plain python, a rank's failure would leave the others waiting for it: -m mpi4py ends them
+# all. And -x, since a rank that went on after a failure would meet the others in another test's collective.
+mpi_tests() {
+    local color=no
+    if [[ -t 1 ]]; then color=yes; fi # not pytest's guess: mpirun gives the ranks a terminal in any case
+    # tr: Open MPI has NULs in its version and around its messages, and one of those makes a log "binary" for grep.
+    launch/run.sh -n "$1" python -m mpi4py -m pytest -x --with-mpi "--color=$color" tests/mpi 2>&1 | tr -d '\000'
+}
+
+# The same environment with another MPI library: mpi4py takes what MPI4PY_LIBMPI names, and run.sh its launcher.
+other_mpi_tests() {
+    local prefix=$VIRTUAL_ENV/$1
+    if [[ ! -e $prefix/lib/$2 ]]; then
+        python -m pip install --quiet --disable-pip-version-check \
+            --no-deps --ignore-installed --prefix "$prefix" "$1"
+    fi
+    MPI4PY_LIBMPI=$prefix/lib/$2 mpi_tests 2
+}
+
+# shellcheck source=launch/setup.sh
+source launch/setup.sh examples,test,dev,bench
+
+step "ruff check" ruff check .
+step "ruff format" ruff format --check .
+step "mypy" mypy
+step "import-linter" lint-imports --no-logo
+step "shellcheck" shellcheck --external-sources launch/*.sh .ci/run
+step "unit tests" python -m pytest tests/unit
+if [[ -n $quick ]]; then
+    step "tests/mpi, ranks: 2" mpi_tests 2
+    exit 0
+fi
+for n in 1 2 3 4; do
+    step "tests/mpi, ranks: $n" mpi_tests "$n"
+done
+case ${MPI:-openmpi} in
+    openmpi) step "tests/mpi, ranks: 2, MPICH" other_mpi_tests mpich libmpi.so.12 ;;
+    mpich) step "tests/mpi, ranks: 2, Open MPI" other_mpi_tests openmpi libmpi.so.40 ;;
+esac
+step "whole jobs" python -m pytest tests/subprocess
