@@ -32,6 +32,10 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 # torch.ops resolves names at run time, and at the first use: `import` stays cheap
 wait_tensor_op: Any = torch.ops._c10d_functional.wait_tensor
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+# gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
+WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
+
 _OP_NAMES: Final = {
     int(getattr(_c10d.ReduceOp.RedOpType, name)): name
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

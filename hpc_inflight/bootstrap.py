@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import io
 import os
 import socket
 import sys
@@ -206,8 +207,14 @@ def _abort_job(error: BaseException) -> None:
     if comm.size == 1:
         return
     name = traceback.format_exception_only(type(error), error)[-1].strip()
-    sys.stderr.write(f"hpc_inflight: rank {comm.rank} of {comm.size} on {socket.gethostname()} ends the job: {name}\n")
-    sys.stderr.flush()
+    text = f"hpc_inflight: rank {comm.rank} of {comm.size} on {socket.gethostname()} ends the job: {name}\n"
+    stderr = sys.stderr
+    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
+        # init_process_group wraps the hook in one that collects what is printed, and would print it after us
+        text = stderr.getvalue() + text
+        stderr = sys.__stderr__
+    stderr.write(text)
+    stderr.flush()
     sys.stdout.flush()
     comm.Abort(1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -31,6 +31,19 @@ def allow_inflight_collective_as_graph_input() -> Iterator[None]:
         compat.set_inflight_allowed(previous)
 
 
+class _Wait(torch.autograd.Function):
+    """The operator with an identity gradient, for the torch versions whose own has none."""
+
+    @staticmethod
+    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
+        return waited
+
+    @staticmethod
+    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
+        return gradients[0]
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for every registered work on the storage of ``tensor`` and return ``tensor``.
 
@@ -49,5 +62,9 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         CollectiveTimeout: The group's timeout passed first.
         InflightError: The collective failed.
     """
-    waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
+    waited: torch.Tensor
+    if compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad:
+        waited = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
+    else:
+        waited = _Wait.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own signature
     return waited

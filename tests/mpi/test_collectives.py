@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 
 # one number that names its sender, place and receiver: 100 * sender + place (+ 10_000 * receiver)
 async_op = pytest.mark.parametrize("async_op", [False, True], ids=["sync", "async"])
@@ -46,7 +47,7 @@ def test_all_reduce(rank: int, size: int, async_op: bool) -> None:
         (dist.ReduceOp.SUM, lambda n: n * (n + 1) / 2),
         (dist.ReduceOp.AVG, lambda n: (n + 1) / 2),
         (dist.ReduceOp.PRODUCT, lambda n: {1: 1, 2: 2, 3: 6, 4: 24}[n]),
-        (dist.ReduceOp.MIN, lambda n: 1),
+        (dist.ReduceOp.MIN, lambda _: 1),
         (dist.ReduceOp.MAX, lambda n: n),
     ],
     ids=["SUM", "AVG", "PRODUCT", "MIN", "MAX"],
@@ -180,7 +181,7 @@ def test_barrier(async_op: bool) -> None:
 @async_op
 def test_coalescing_manager(rank: int, size: int, async_op: bool) -> None:
     tensors = [torch.full((n,), rank + 1.0) for n in (1, 2, 3)]
-    with dist._coalescing_manager(async_ops=async_op) as manager:
+    with c10d._coalescing_manager(async_ops=async_op) as manager:
         for tensor in tensors:
             dist.all_reduce(tensor)
     if async_op:
@@ -191,7 +192,7 @@ def test_coalescing_manager(rank: int, size: int, async_op: bool) -> None:
 
 def test_coalescing_with_a_device_is_one_work(rank: int, size: int) -> None:
     outputs = [torch.full((size,), -1.0) for _ in range(3)]
-    with dist._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
+    with c10d._coalescing_manager(device=torch.device("cpu"), async_ops=True) as manager:
         for i, output in enumerate(outputs):
             dist.all_to_all_single(output, torch.full((size,), 10.0 * i + rank))
     manager.wait()
@@ -201,7 +202,7 @@ def test_coalescing_with_a_device_is_one_work(rank: int, size: int) -> None:
 
 def test_all_gather_coalesced(rank: int, size: int) -> None:
     outputs = [[torch.zeros(2), torch.zeros(3)] for _ in range(size)]
-    work = dist.distributed_c10d._get_default_group().allgather_coalesced(
+    work = c10d._get_default_group().allgather_coalesced(
         outputs, [torch.full((2,), float(rank)), torch.full((3,), 10.0 + rank)]
     )
     work.wait()

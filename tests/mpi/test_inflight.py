@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
 import hpc_inflight as hi
@@ -131,7 +132,10 @@ def test_wait_by_work_removes() -> None:
         work.wait()
         assert registry_size() == 0
         after = work_registry.counts()
-        assert (after.waited_by_work - before.waited_by_work, after.waited_by_tensor - before.waited_by_tensor) == (1, 0)
+        assert (after.waited_by_work - before.waited_by_work, after.waited_by_tensor - before.waited_by_tensor) == (
+            1,
+            0,
+        )
         first, second = (dist.all_reduce(tensor, async_op=True) for _ in range(2))
         first.wait()
         assert [w.op for w in hi.inflight()] == ["all_reduce"]
@@ -189,7 +193,7 @@ def test_all_spellings_of_wait_tensor() -> None:
 
 def test_functional_collectives_under_the_context(rank: int, size: int) -> None:
     with hi.allow_inflight_collective_as_graph_input():
-        result = dist._functional_collectives.all_reduce(torch.full((4,), rank + 1.0), "sum", dist.group.WORLD)
+        result = dist._functional_collectives.all_reduce(torch.full((4,), rank + 1.0), "sum", c10d._get_default_group())
         assert result.tolist() == [size * (size + 1) / 2] * 4
     assert registry_size() == 0
 

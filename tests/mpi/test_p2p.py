@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hpc_inflight as hi
+
 pytestmark = pytest.mark.mpi(min_size=2)
 MIB_8 = 2 * 1024 * 1024  # float32 elements: far past any eager protocol, so that sending needs the receiver
 
@@ -78,8 +80,7 @@ def test_dropped_send_completes_and_lets_go(rank: int, size: int) -> None:
     dist.recv(received, (rank - 1) % size)
     assert received[0] == (rank - 1) % size
     dist.barrier()
-    while any(group.pending_works() for group in [dist.group.WORLD] if group is not None):
-        dist.group.WORLD.pending_works()[0].poll()  # type: ignore[union-attr]  # our own group
+    hi.wait_for_all_pending_works(timeout_s=10)
     gc.collect()
     assert alive() is None
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from datetime import timedelta
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -14,7 +14,11 @@ import torch.distributed as dist
 import hpc_inflight as hi
 from hpc_inflight import store as store_module
 from hpc_inflight._mpi import mpi
+from hpc_inflight._torch_compat import PrefixStore
 from hpc_inflight.store import MPIStore
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 
 @pytest.fixture
@@ -81,9 +85,10 @@ def test_delete_check_num_keys(store: MPIStore, rank: int, size: int) -> None:
 def test_append_and_multi(store: MPIStore, rank: int, size: int) -> None:
     store.append("log", f"{rank};")
     store.multi_set([f"a{rank}", f"b{rank}"], ["1", b"2"])
-    assert store.multi_get([f"a{r}" for r in range(size)] + [f"b{r}" for r in range(size)]) == [b"1"] * size + [
-        b"2"
-    ] * size
+    assert (
+        store.multi_get([f"a{r}" for r in range(size)] + [f"b{r}" for r in range(size)])
+        == [b"1"] * size + [b"2"] * size
+    )
     dist.barrier()
     assert sorted(store.get("log").decode().strip(";").split(";")) == [str(r) for r in range(size)]
     assert store.has_extended_api()
@@ -115,7 +120,7 @@ def test_waits_from_many_threads(store: MPIStore, rank: int) -> None:
 
 def test_through_torchs_cpp_prefix_store(store: MPIStore, rank: int, size: int) -> None:
     # torch's own stores wrap ours and call its overrides from C++
-    prefix = dist.PrefixStore("outer", dist.PrefixStore("inner", store))
+    prefix: Any = PrefixStore("outer", PrefixStore("inner", store))
     prefix.set(f"p{rank}", "x")
     prefix.wait([f"p{r}" for r in range(size)], timedelta(seconds=10))
     assert prefix.get(f"p{size - 1}") == b"x"
@@ -130,7 +135,7 @@ def test_through_torchs_cpp_prefix_store(store: MPIStore, rank: int, size: int) 
     prefix.multi_set([f"m{rank}"], ["1"])
     assert prefix.multi_get([f"m{rank}"]) == [b"1"]
     prefix.set_timeout(timedelta(seconds=0.05))
-    with pytest.raises(RuntimeError, match="no rank set inner/outer/none within 0.05 s"):
+    with pytest.raises(RuntimeError, match=r"no rank set inner/outer/none within 0.05 s"):
         prefix.get("none")
 
 

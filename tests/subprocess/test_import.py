@@ -1,0 +1,58 @@
+"""What `import hpc_inflight` does not do, each looked at in a fresh process."""
+
+from __future__ import annotations
+
+import json
+import statistics
+
+from hpc_inflight.testing.launch import run_plain
+
+PROBE = """
+import json, logging, sys, threading
+import torch
+handlers = len(logging.getLogger().handlers)
+threads, modules = threading.active_count(), set(sys.modules)
+import hpc_inflight
+import torch.distributed as dist
+print(json.dumps({
+    "threads": threading.active_count() - threads,
+    "handlers": len(logging.getLogger().handlers) - handlers,
+    "hook": sys.excepthook is sys.__excepthook__,
+    "new": sorted(m for m in set(sys.modules) - modules if m.split(".")[0] in
+                  {"mpi4py", "cupy", "rich", "typer", "numpy", "pandas", "pytest"}),
+    "cuda": torch.cuda.is_initialized(),
+    "registered": hasattr(dist.Backend, "HPC_INFLIGHT"),
+    "default": dict(dist.Backend.default_device_backend_map)["cpu"],
+}))
+"""
+
+TIMED = """
+import sys, time
+start = time.perf_counter()
+import torch
+between = time.perf_counter()
+import hpc_inflight
+print(between - start, time.perf_counter() - between)
+"""
+
+
+def test_import_starts_nothing() -> None:
+    found = json.loads(run_plain(["-c", PROBE], check=True).stdout)
+    assert found == {
+        "threads": 0,
+        "handlers": 0,
+        "hook": True,
+        "new": [],
+        "cuda": False,
+        "registered": True,
+        "default": "gloo",
+    }
+
+
+def test_import_costs_little_beside_torch() -> None:
+    # 50 ms beside a torch that takes 1.2 s or more to import, as a ratio, since machines differ and are noisy
+    ratios = []
+    for _ in range(5):
+        torch_s, ours_s = map(float, run_plain(["-c", TIMED], check=True).stdout.split())
+        ratios.append(ours_s / torch_s)
+    assert statistics.median(ratios) < 0.05, ratios
