@@ -39,7 +39,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
 
     Making one is collective; everything else is local. Values are bytes (a str is encoded as UTF-8). ``get`` and
     ``wait`` block the host until the keys exist, at most ``timeout``; the others return at once. Not allowed in a
-    forked child.
+    forked child, nor when MPI grants less than ``MPI_THREAD_MULTIPLE``.
     """
 
     def __init__(self, comm: MPI.Intracomm, timeout: timedelta = timedelta(seconds=300)) -> None:
@@ -50,17 +50,8 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
         Args:
             comm: A communicator that nothing else uses; the store frees it.
             timeout: Default deadline of ``get`` and ``wait``; also set by ``set_timeout``.
-
-        Raises:
-            StoreError: MPI does not allow calls from several threads, which the server needs.
         """
         super().__init__()
-        if comm.size > 1 and not _mpi.thread_multiple():
-            msg = (
-                "MPIStore: MPI was initialised below MPI_THREAD_MULTIPLE, and rank 0 serves the store from a thread; "
-                'set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
-            )
-            raise StoreError(msg)
         self.set_timeout(timeout)
         self._comm = comm
         self._tags = itertools.count()
@@ -69,7 +60,9 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
         self._stop = threading.Event()
         self._server: threading.Thread | None = None
         self._sending: deque[Any] = deque()  # sends that MPI is not done with; they hold their buffers
-        if self._table is not None and comm.size > 1:
+        # below MPI_THREAD_MULTIPLE there is a store all the same, for the groups of this package need none
+        self._usable = comm.size == 1 or _mpi.thread_multiple()
+        if self._table is not None and comm.size > 1 and self._usable:
             self._server = threading.Thread(target=self._serve, name="hpc_inflight-store", daemon=True)
             self._server.start()
 
@@ -168,6 +161,12 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
             msg = f"MPIStore.{call}: the store was closed by finalize(); call init() again first"
             raise StoreError(msg)
         _mpi.mpi()  # raises in a forked child
+        if not self._usable:
+            msg = (
+                f"MPIStore.{call}: MPI grants less than MPI_THREAD_MULTIPLE, and rank 0 would serve the store from a "
+                'thread; set mpi4py.rc.thread_level = "multiple" before mpi4py.MPI is imported'
+            )
+            raise StoreError(msg)
 
     # the Store interface ------------------------------------------------------------------------------------
 

@@ -173,6 +173,37 @@ def test_a_forked_child_cannot_communicate_and_the_rank_goes_on() -> None:
     )
 
 
+def test_below_thread_multiple_everything_runs_in_the_caller() -> None:
+    run = run_ranks(
+        2,
+        [
+            "-c",
+            (
+                "import sys, threading, mpi4py\n"
+                "mpi4py.rc.thread_level = 'funneled'\n"
+                "from mpi4py import MPI\n"
+                "import torch, torch.distributed as dist, hpc_inflight as hi\n"
+                "world = hi.init()\n"
+                "assert world.thread_level == 'funneled', world\n"
+                "tensor = torch.full((3,), world.rank + 1.0)\n"
+                "work = dist.all_reduce(tensor, async_op=True)\n"
+                "assert work.is_completed() and tensor.tolist() == [3.0] * 3\n"
+                "sent = dist.isend(torch.full((300000,), 5.0), 1 - world.rank)\n"
+                "dist.recv(received := torch.empty(300000), 1 - world.rank)\n"
+                "sent.wait()\n"
+                "assert received.unique().tolist() == [5.0]\n"
+                "assert threading.active_count() == 1, threading.enumerate()\n"
+                "try: dist.group.WORLD.get_group_store().set('a', 'b')\n"
+                "except RuntimeError as e: sys.stdout.write(str(e) + '\\n')\n"
+                "hi.finalize()\n"
+            ),
+        ],
+        timeout_s=60,
+        check=True,
+    )
+    assert run.stdout.count("MPIStore.set: MPI grants less than MPI_THREAD_MULTIPLE") == 2
+
+
 # A deadlocked and a failing test, run by the plugin that this suite itself uses.
 STUCK = """
 import time

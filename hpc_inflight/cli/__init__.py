@@ -1,0 +1,15 @@
+"""The command ``hpc-inflight``: run it alone or under the MPI launcher; rank 0 speaks."""
+
+from __future__ import annotations
+
+import typer
+
+from hpc_inflight.cli import bench
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools for PyTorch jobs on hpc_inflight.")
+app.add_typer(bench.app, name="bench")
+
+
+@app.callback()
+def main() -> None:
+    """Tools for PyTorch jobs on hpc_inflight."""
