@@ -424,8 +424,10 @@ def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
             raise problem
         control = _mpi.control_comm(seconds)
         members = control.group.Incl(ranks)
-        # members of different new groups may be here at the same time: the tag keeps them apart
-        tag = zlib.crc32(str(opts.group_id).encode()) % 32767
+        # Threads may make overlapping groups at the same time: the tag keeps those apart. From the ranks, not from
+        # the name: torch numbers groups per process, and a group made with use_local_synchronization counts only
+        # on its members.
+        tag = zlib.crc32(str(ranks).encode()) % 32767
         what = f"new_group({ranks})"
         comm = _mpi.run_with_deadline(lambda: control.Create_group(members, tag), seconds, what)
         members.Free()

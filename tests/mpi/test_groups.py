@@ -1,10 +1,13 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
+from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpc_inflight as hi
@@ -41,12 +44,23 @@ def test_subgroups(rank: int, size: int) -> None:
 
 
 def test_new_group_only_members_take_part(rank: int, size: int) -> None:
-    group = dist.new_group([size - 1], use_local_synchronization=True) if rank == size - 1 else None
-    if group is not None:
-        tensor = torch.tensor([3.0])
-        dist.all_reduce(tensor, group=group)
-        assert tensor.item() == 3.0
-        dist.destroy_process_group(group)
+    # each rank makes a group of its own, at its own time
+    time.sleep(0.1 * rank)
+    group = dist.new_group([rank], use_local_synchronization=True)
+    tensor = torch.tensor([3.0])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 3.0
+    dist.destroy_process_group(group)
+
+
+def test_groups_do_not_depend_on_torchs_names(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    # torch numbers groups per process, and the numbers may differ after groups that only some ranks made
+    monkeypatch.setattr(c10d._world, "group_count", 1000 + rank)
+    group = dist.new_group(list(range(size)))
+    tensor = torch.tensor([1.0])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == size
+    dist.destroy_process_group(group)
 
 
 def test_hundred_groups_destroyed_in_reverse(rank: int, size: int) -> None:
@@ -107,9 +121,9 @@ def test_object_collectives_of_unequal_size(rank: int, size: int) -> None:
 def test_device_mesh_and_functional_collectives(rank: int, size: int) -> None:
     mesh = init_device_mesh("cpu", (size,))
     tensor = torch.full((2,), rank + 1.0)
-    reduced = dist._functional_collectives.all_reduce(tensor, "sum", mesh)
+    reduced = funcol.all_reduce(tensor, "sum", mesh)
     assert reduced.tolist() == [size * (size + 1) / 2] * 2
-    gathered = dist._functional_collectives.all_gather_tensor(tensor, 0, mesh)
+    gathered = funcol.all_gather_tensor(tensor, 0, mesh)
     assert gathered.tolist() == [s + 1.0 for s in range(size) for _ in range(2)]
     for group in mesh.get_all_groups():
         if group is not dist.group.WORLD:

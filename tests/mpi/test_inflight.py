@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed._functional_collectives import allow_inflight_collective_as_graph_input_ctx
 
@@ -193,7 +194,7 @@ def test_all_spellings_of_wait_tensor() -> None:
 
 def test_functional_collectives_under_the_context(rank: int, size: int) -> None:
     with hi.allow_inflight_collective_as_graph_input():
-        result = dist._functional_collectives.all_reduce(torch.full((4,), rank + 1.0), "sum", c10d._get_default_group())
+        result = funcol.all_reduce(torch.full((4,), rank + 1.0), "sum", c10d._get_default_group())
         assert result.tolist() == [size * (size + 1) / 2] * 4
     assert registry_size() == 0
 
