@@ -35,7 +35,8 @@ _lock = threading.Lock()
 _module: ModuleType | None = None
 _control: MPI.Intracomm | None = None
 _duplicating: tuple[MPI.Intracomm, MPI.Request] | None = None  # kept when a deadline passes: MPI cannot cancel it
-_abandoned: list[object] = []  # requests past their deadline: MPI may still write to their buffers
+_abandoned_lock = threading.Lock()
+_abandoned: list[MPI.Request] = []  # MPI may still write to the buffers of requests that we gave up
 _owner_pid = 0
 
 _SPIN_S = 50e-6  # a reply on the same node arrives within this
@@ -154,6 +155,13 @@ def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
     return _control
 
 
+def abandon(request: Any) -> None:
+    """Keep a request that nobody will wait for, and with it its buffers, until MPI is done with it."""
+    with _abandoned_lock:
+        _abandoned[:] = [kept for kept in _abandoned if not kept.Test()]
+        _abandoned.append(request)
+
+
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:
     """Call ``done`` until it is true: spinning at first, then sleeping up to a millisecond between calls.
 
@@ -258,7 +266,7 @@ def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
     """Start a non-blocking collective on the control communicator and wait for it."""
     request = start()
     if not poll(request.Test, timeout_s):
-        _abandoned.append(request)  # mpi4py's request keeps its buffers alive
+        abandon(request)
         size = control_comm().size
         msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
         raise CollectiveTimeout(msg)

@@ -18,10 +18,16 @@ class Config:
             (``HPC_INFLIGHT_MAX_PENDING``). Bounds memory when the host runs ahead of the network.
         exit_timeout_s: Seconds that the interpreter's exit waits for pending works and for the other
             ranks before it goes on without them (``HPC_INFLIGHT_EXIT_TIMEOUT_S``).
+        max_count: Elements that one MPI call counts; larger tensors go in parts or under larger types
+            (``HPC_INFLIGHT_MAX_COUNT``; lower it only to test that).
+        debug: Compare the ranks' calls before each collective (``HPC_INFLIGHT_DEBUG=1``, or
+            ``TORCH_DISTRIBUTED_DEBUG=DETAIL``).
     """
 
     max_pending: int = 1024
     exit_timeout_s: float = 10.0
+    max_count: int = 2**31 - 1
+    debug: bool = False
 
 
 def _positive(name: str, default: float, kind: type) -> float:
@@ -50,4 +56,7 @@ def config() -> Config:
     return Config(
         max_pending=int(_positive("HPC_INFLIGHT_MAX_PENDING", Config.max_pending, int)),
         exit_timeout_s=_positive("HPC_INFLIGHT_EXIT_TIMEOUT_S", Config.exit_timeout_s, float),
+        max_count=int(_positive("HPC_INFLIGHT_MAX_COUNT", Config.max_count, int)),
+        debug=os.environ.get("HPC_INFLIGHT_DEBUG", "0") not in {"", "0"}
+        or os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL",
     )

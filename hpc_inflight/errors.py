@@ -39,6 +39,10 @@ class CollectiveTimeout(InflightError, TimeoutError):  # noqa: N818  # the name 
     """A collective or a point-to-point operation did not complete before its deadline."""
 
 
+class CollectiveMismatch(InflightError):  # noqa: N818  # named beside CollectiveTimeout
+    """In debug mode: the ranks were about to issue different collectives."""
+
+
 class DrainTimeout(InflightError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout
     """``wait_for_all_pending_works`` reached its deadline with work still enqueued."""
 

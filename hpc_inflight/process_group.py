@@ -268,7 +268,14 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return on no rank before all have entered."""
-        return self._issue("barrier", [self._open("barrier").barrier()], (), _opts(opts), timeout)
+        comm, opts = self._open("barrier"), _opts(opts)
+        seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
+        return self._issue("barrier", [comm.barrier(seconds)], (), opts, timeout)
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
+        seconds = self._timeout_s if timeout is None else timeout.total_seconds()
+        self._open("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single

@@ -8,14 +8,19 @@ import torch
 
 from hpc_inflight import _mpi, dtypes
 from hpc_inflight.communicators import _mpi_buffers as buf
+from hpc_inflight.communicators import _mpi_half, _mpi_sparse
+from hpc_inflight.communicators._mpi_check import Checker
+from hpc_inflight.config import config
 from hpc_inflight.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from mpi4py import MPI
 
     from hpc_inflight.communicators.base import Operation, Reduction
+
+_Plan = tuple[dtypes.ReduceSpec, Any, Any]
 
 
 class Reducer:
@@ -25,13 +30,16 @@ class Reducer:
     PREMUL_SUM scales before it.
     """
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, name: str) -> None:
         self.comm = comm
+        self.name = name
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self._plans: dict[tuple[str, torch.dtype], tuple[dtypes.ReduceSpec, Any, Any]] = {}
+        self._in_place = _mpi.mpi().IN_PLACE
+        self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
+        self._checker = Checker(comm, name) if config().debug else None
 
-    def _plan(self, call: str, op: Reduction, dtype: torch.dtype) -> tuple[dtypes.ReduceSpec, Any, Any]:
+    def _plan(self, call: str, op: Reduction, dtype: torch.dtype) -> _Plan:
         key = (op.name, dtype)
         plan = self._plans.get(key)
         if plan is None:
@@ -41,95 +49,132 @@ class Reducer:
             self._plans[key] = plan
         return plan
 
+    def _checked(self, run: Operation, call: str, **facts: Any) -> Operation:
+        """Put a comparison of ``facts`` over the ranks before ``run``, in debug mode."""
+        return run if self._checker is None else self._checker.before(run, call, facts)
+
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Operation:
         """See `Communicator.all_reduce`."""
-        buf.check_tensor("all_reduce", tensor)
-        spec, mpi_type, mpi_op = self._plan("all_reduce", op, tensor.dtype)
-        comm, in_place = self.comm, _mpi.mpi().IN_PLACE
+        call = "all_reduce"
+        if tensor.layout is torch.sparse_coo:
+            return _mpi_sparse.all_reduce(self.comm, tensor, op)
+        buf.check_output(call, tensor, "tensor")
+        spec, mpi_type, mpi_op = self._plan(call, op, tensor.dtype)
+        comm, in_place = self.comm, self._in_place
         direct = self._direct(spec, op, tensor)
-        if direct and not spec.average:
+        if direct and not spec.average and tensor.numel() <= config().max_count:
             buffer = buf.reduce_buffer(tensor, mpi_type)
 
             def run(_keep: torch.Tensor = tensor) -> None:
                 comm.Allreduce(in_place, buffer, mpi_op)
 
+        else:
+
+            @torch.inference_mode()
+            def run(_keep: torch.Tensor = tensor) -> None:
+                if self._halved(spec, op, tensor):
+                    value = buf.source(tensor)
+                    _mpi_half.all_reduce(comm, value, op.name)
+                    buf.deliver(value, tensor)
+                    return
+                value = tensor if direct else self._enter(spec, op, tensor)
+                for part in buf.chunks(value, mpi_type):
+                    comm.Allreduce(in_place, part, mpi_op)
+                self._leave(spec, value, tensor)
+
+        if self._checker is None:
             return run
-
-        @torch.inference_mode()
-        def run_staged() -> None:
-            value = tensor if direct else self._enter(spec, op, tensor)
-            comm.Allreduce(in_place, buf.reduce_buffer(value, mpi_type), mpi_op)
-            self._leave(spec, value, tensor)
-
-        return run_staged
+        return self._checked(run, call, shape=tuple(tensor.shape), dtype=tensor.dtype, op=op.name)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> Operation:
         """See `Communicator.reduce`."""
-        buf.check_tensor("reduce", tensor)
-        spec, mpi_type, mpi_op = self._plan("reduce", op, tensor.dtype)
-        comm, in_place = self.comm, _mpi.mpi().IN_PLACE
+        call = "reduce"
+        (buf.check_output if self.rank == root else buf.check_tensor)(call, tensor, "tensor")
+        spec, mpi_type, mpi_op = self._plan(call, op, tensor.dtype)
+        comm, in_place = self.comm, self._in_place
 
         @torch.inference_mode()
         def run() -> None:
             value = tensor if self._direct(spec, op, tensor) else self._enter(spec, op, tensor)
-            buffer = buf.reduce_buffer(value, mpi_type)
+            for part in buf.chunks(value, mpi_type):
+                if self.rank == root:
+                    comm.Reduce(in_place, part, mpi_op, root)
+                else:
+                    comm.Reduce(part, None, mpi_op, root)
             if self.rank == root:
-                comm.Reduce(in_place, buffer, mpi_op, root)
                 self._leave(spec, value, tensor)
-            else:
-                comm.Reduce(buffer, None, mpi_op, root)
 
-        return run
+        return self._checked(run, call, shape=tuple(tensor.shape), dtype=tensor.dtype, op=op.name, root=root)
 
     def reduce_scatter(self, output: torch.Tensor, inputs: Sequence[torch.Tensor], op: Reduction) -> Operation:
         """See `Communicator.reduce_scatter`."""
         call = "reduce_scatter"
-        buf.check_tensor(call, output, "output")
+        buf.check_output(call, output, "output")
         self._check_list(call, inputs, output, "inputs")
         self._check_numel(call, "output", output, inputs[self.rank].numel(), f"inputs[{self.rank}]")
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
-        comm, counts = self.comm, [t.numel() for t in inputs]
+        counts = [t.numel() for t in inputs]
 
         @torch.inference_mode()
         def run() -> None:
-            source = self._enter(spec, op, buf.flatten(inputs))
-            self._scatter(
-                spec,
-                output,
-                lambda target: comm.Reduce_scatter(
-                    buf.reduce_buffer(source, mpi_type), buf.reduce_buffer(target, mpi_type), counts, mpi_op
-                ),
-            )
+            value = self._enter(spec, op, buf.flatten(inputs))
+            result = torch.empty(output.numel(), dtype=spec.compute_dtype)
+            self._reduce_parts(value, result, counts, mpi_type, mpi_op)
+            self._leave(spec, result, output)
 
-        return run
+        return self._checked(run, call, shapes=[tuple(t.shape) for t in inputs], dtype=output.dtype, op=op.name)
 
     def reduce_scatter_into(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> Operation:
         """See `Communicator.reduce_scatter_into`."""
         call = "reduce_scatter_tensor"
         buf.check_tensor(call, tensor, "input")
-        buf.check_same(call, [output], tensor, "output")
+        buf.check_same(call, [output], tensor, "output", output=True)
         self._check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
-        comm = self.comm
+        counts = [output.numel()] * self.size
 
         @torch.inference_mode()
         def run() -> None:
-            source = tensor if self._direct(spec, op, tensor) else self._enter(spec, op, tensor)
-            self._scatter(
-                spec,
-                output,
-                lambda target: comm.Reduce_scatter_block(
-                    buf.reduce_buffer(source, mpi_type, self.size), buf.reduce_buffer(target, mpi_type), mpi_op
-                ),
-            )
+            if self._halved(spec, op, tensor):
+                _mpi_half.reduce_scatter(self.comm, output, buf.source(tensor), op.name)
+                return
+            direct = self._direct(spec, op, tensor)
+            value = buf.source(tensor, output) if direct else self._enter(spec, op, tensor)
+            in_output = buf.plain(output) and spec.compute_dtype is output.dtype
+            result = output if in_output else torch.empty(output.numel(), dtype=spec.compute_dtype)
+            self._reduce_parts(value, result, counts, mpi_type, mpi_op)
+            self._leave(spec, result, output)
 
-        return run
+        return self._checked(run, call, shape=tuple(output.shape), dtype=output.dtype, op=op.name)
 
-    def _scatter(self, spec: dtypes.ReduceSpec, output: torch.Tensor, call: Callable[[torch.Tensor], None]) -> None:
-        direct = buf.plain(output) and spec.compute_dtype is output.dtype
-        target = output if direct else torch.empty(output.numel(), dtype=spec.compute_dtype)
-        call(target)
-        self._leave(spec, target, output)
+    def _reduce_parts(
+        self, value: torch.Tensor, result: torch.Tensor, counts: Sequence[int], mpi_type: Any, mpi_op: Any
+    ) -> None:
+        """Reduce contiguous ``value`` over the ranks and keep this rank's part in ``result``."""
+        if value.numel() <= config().max_count:
+            kept = buf.reduce_buffer(result, mpi_type)
+            if counts.count(counts[0]) == self.size:
+                self.comm.Reduce_scatter_block(buf.reduce_buffer(value, mpi_type, self.size), kept, mpi_op)
+            else:
+                self.comm.Reduce_scatter(buf.reduce_buffer(value, mpi_type), kept, list(counts), mpi_op)
+            return
+        # MPI cannot count the whole: one reduction after the other, each to the rank that keeps it
+        for root, part in enumerate(value.view(-1).split(list(counts))):
+            for chunk in buf.chunks(part, mpi_type):
+                if self.rank == root:
+                    self.comm.Reduce(self._in_place, chunk, mpi_op, root)
+                else:
+                    self.comm.Reduce(chunk, None, mpi_op, root)
+            if self.rank == root:
+                result.view(-1).copy_(part)
+
+    def _halved(self, spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> bool:
+        """Say whether 16 bits travel and 32 add; the same on all ranks, since they pass the same sizes."""
+        return (
+            spec.compute_dtype is not tensor.dtype
+            and op.factor is None
+            and tensor.numel() >= max(_mpi_half.MIN_ELEMENTS, self.size)
+        )
 
     @staticmethod
     def _direct(spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> bool:
@@ -159,9 +204,11 @@ class Reducer:
             msg = f"{call}: {argument} has {len(tensors)} tensors; expected {self.size}, one per rank of the group"
             raise InvalidArgumentError(msg)
 
-    def _check_list(self, call: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, argument: str) -> None:
+    def _check_list(
+        self, call: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, argument: str, *, output: bool = False
+    ) -> None:
         self._check_length(call, tensors, argument)
-        buf.check_same(call, tensors, like, argument)
+        buf.check_same(call, tensors, like, argument, output=output)
 
     @staticmethod
     def _check_numel(call: str, argument: str, tensor: torch.Tensor, expected: int, of: str) -> None:

@@ -86,8 +86,11 @@ class Communicator(Protocol):
     ) -> Operation:
         """Send the r-th split of ``tensor`` to rank r; splits count rows of dimension 0, empty means even."""
 
-    def barrier(self) -> Operation:
-        """Return on no rank before all have entered."""
+    def barrier(self, timeout_s: float) -> Operation:
+        """Return on no rank before all have entered; raises `CollectiveTimeout` at the deadline."""
+
+    def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
+        """Block until all ranks have entered; at the deadline rank 0's error names those that did not."""
 
     def issue(
         self,
