@@ -4,7 +4,7 @@ Layers, which import only downwards (``lint-imports`` checks):
 
     cli, examples, testing        what runs on top
     functional | capture          waiting by tensor; draining before a capture
-    process_group                 c10d's calls -> a communicator
+    backend, process_group        c10d's calls -> a communicator
     bootstrap, store              the world; the key-value store in MPI
     communicators/{mpi,nccl}      the backends, which never see each other
     work, work_registry, group_set, _mpi
@@ -15,10 +15,11 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 
 from __future__ import annotations
 
-from hpc_inflight import process_group, store
+from hpc_inflight import backend, store
 from hpc_inflight.bootstrap import World, finalize, init, world
 from hpc_inflight.errors import (
     AlreadyInitializedError,
+    CollectiveMismatch,
     CollectiveTimeout,
     DrainTimeout,
     GroupDestroyedError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "CollectiveMismatch",
     "CollectiveTimeout",
     "DrainTimeout",
     "GroupDestroyedError",
@@ -63,5 +65,5 @@ __all__ = [
     "world",
 ]
 
-process_group.register()
+backend.register()
 store.register_rendezvous()

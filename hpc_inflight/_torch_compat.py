@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from datetime import timedelta
@@ -10,9 +11,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
+from torch._C._profiler import _RecordFunctionFast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 
 BaseWork: Any = _c10d.Work
 BaseProcessGroup: Any = dist.ProcessGroup
@@ -31,6 +34,8 @@ _use_count: Callable[[int], int] = torch._C._storage_Use_Count
 
 # torch.ops resolves names at run time, and at the first use: `import` stays cheap
 wait_tensor_op: Any = torch.ops._c10d_functional.wait_tensor
+
+profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
@@ -100,6 +105,19 @@ def timeout_s(value: Any, default: float) -> float:
 def register_backend(name: str, creator: Callable[[Any, Any], Any], devices: list[str]) -> None:
     """Register a c10d backend under the extended API."""
     dist.Backend.register_backend(name, creator, extended_api=True, devices=devices)
+
+
+def record_shapes(name: str, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Show what runs inside as one event of torch.profiler, with the shapes of ``tensors``."""
+    record: AbstractContextManager[Any] = _RecordFunctionFast(name, list(tensors))
+    return record
+
+
+@contextlib.contextmanager
+def record_span(name: str) -> Iterator[Callable[[torch.futures.Future[Any]], Any]]:
+    """Show an event of torch.profiler that begins now and ends with the future that the caller hands over."""
+    with torch.autograd.profiler.record_function(name) as span:
+        yield span._call_end_callbacks_on_future
 
 
 def sequence_number(group: Any) -> int:

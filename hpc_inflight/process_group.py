@@ -3,24 +3,25 @@
 from __future__ import annotations
 
 import os
-import zlib
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _mpi, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight.communicators.base import Communicator, Operation, Reduction
-from hpc_inflight.communicators.mpi import MPICommunicator
-from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
-from hpc_inflight.work import Completion, Work
+from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
+from hpc_inflight.work import CoalescedWork, Completion
+
+if TYPE_CHECKING:
+    from hpc_inflight.communicators.base import Communicator, Operation
 
 BACKEND = "hpc_inflight"
 DEVICES = ("cpu", "cuda")
 
-_SUM = Reduction("SUM")
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -145,8 +146,23 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         if self._coalescing is not None:
             async_op = True
         seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
-        work = self._comm.issue(op, operations, outputs, async_op=async_op, timeout_s=seconds)
+        if compat.profiler_enabled():
+            work = self._issue_profiled(op, operations, outputs, async_op, seconds)
+        else:
+            work = self._comm.issue(op, operations, outputs, async_op=async_op, timeout_s=seconds)
         return self._issued(work, outputs) if async_op else work
+
+    def _issue_profiled(
+        self, op: str, operations: Sequence[Operation], outputs: _Tensors, async_op: bool, timeout_s: float
+    ) -> Any:
+        name = f"{BACKEND}:{op}"
+        if not async_op:
+            with compat.record_shapes(name, outputs):
+                return self._comm.issue(op, operations, outputs, async_op=False, timeout_s=timeout_s)
+        with compat.record_span(f"{name} (in flight)") as until, compat.record_shapes(name, outputs):
+            work = self._comm.issue(op, operations, outputs, async_op=True, timeout_s=timeout_s)
+            until(work.get_future())
+        return work
 
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
@@ -172,34 +188,36 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce one tensor over the ranks, in place."""
-        comm, (tensor,) = self._open("all_reduce"), _listed("all_reduce", tensors)
-        return self._issue("all_reduce", [comm.all_reduce(tensor, _reduction(opts))], (tensor,), _opts(opts), timeout)
+        comm, (tensor,) = self._open("all_reduce"), forms.single("all_reduce", tensors)
+        return self._issue(
+            "all_reduce", [comm.all_reduce(tensor, forms.reduction(opts))], (tensor,), forms.options(opts), timeout
+        )
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Reduce several tensors over the ranks, in place, as one work."""
-        comm, op = self._open("all_reduce_coalesced"), _reduction(opts)
+        comm, op = self._open("all_reduce_coalesced"), forms.reduction(opts)
         return self._issue("all_reduce_coalesced", [comm.all_reduce(t, op) for t in tensors], tuple(tensors), opts)
 
     def reduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, *args: Any) -> Any:
         """Reduce one tensor over the ranks, in place on the root."""
-        comm, (tensor,) = self._open("reduce"), _listed("reduce", tensors)
+        comm, (tensor,) = self._open("reduce"), forms.single("reduce", tensors)
         if isinstance(opts, int):
-            root, op = self._peer("reduce", opts), _reduction(args[0] if args else None)
+            root, op = self._peer("reduce", opts), forms.reduction(args[0] if args else None)
         else:
-            root, op = self._peer("reduce", opts.rootRank), _reduction(opts)
+            root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, _opts(opts))
+        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
-        comm, (tensor,) = self._open("broadcast"), _listed("broadcast", tensors)
+        comm, (tensor,) = self._open("broadcast"), forms.single("broadcast", tensors)
         root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("broadcast", [comm.broadcast(tensor, root)], (tensor,), _opts(opts), timeout)
+        return self._issue("broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
-        comm, (tensor,), targets = self._open("all_gather"), _listed("all_gather", inputs), _inner(outputs)
-        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, _opts(opts), timeout)
+        comm, (tensor,), targets = self._open("all_gather"), forms.single("all_gather", inputs), forms.per_rank(outputs)
+        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout)
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
@@ -221,30 +239,34 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
-        comm, (tensor,), targets = self._open("gather"), _listed("gather", inputs), _inner(outputs)
+        comm, (tensor,), targets = self._open("gather"), forms.single("gather", inputs), forms.per_rank(outputs)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, _opts(opts), *args)
+        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
-        comm, (output,), sources = self._open("scatter"), _listed("scatter", outputs), _inner(inputs)
+        comm, (output,), sources = self._open("scatter"), forms.single("scatter", outputs), forms.per_rank(inputs)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), _opts(opts), *args)
+        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
-        comm, (output,), sources = self._open("reduce_scatter"), _listed("reduce_scatter", outputs), _inner(inputs)
-        operation = comm.reduce_scatter(output, sources, _reduction(opts))
-        return self._issue("reduce_scatter", [operation], (output,), _opts(opts), timeout)
+        comm, (output,), sources = (
+            self._open("reduce_scatter"),
+            forms.single("reduce_scatter", outputs),
+            forms.per_rank(inputs),
+        )
+        operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
+        return self._issue("reduce_scatter", [operation], (output,), forms.options(opts), timeout)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
-        comm, op = self._open("reduce_scatter_tensor"), _reduction(opts)
+        comm, op = self._open("reduce_scatter_tensor"), forms.reduction(opts)
         return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
-        comm, op = self._open("reduce_scatter_tensor_coalesced"), _reduction(opts)
+        comm, op = self._open("reduce_scatter_tensor_coalesced"), forms.reduction(opts)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
         return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
 
@@ -259,16 +281,16 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
         comm = self._open("all_to_all_single")
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue("all_to_all_single", [operation], (output,), _opts(opts))
+        return self._issue("all_to_all_single", [operation], (output,), forms.options(opts))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
         comm = self._open("all_to_all")
-        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), _opts(opts))
+        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return on no rank before all have entered."""
-        comm, opts = self._open("barrier"), _opts(opts)
+        comm, opts = self._open("barrier"), forms.options(opts)
         seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
         return self._issue("barrier", [comm.barrier(seconds)], (), opts, timeout)
 
@@ -288,18 +310,25 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
         """Send to a group rank; with the receive there, not collective."""
-        comm, (tensor,) = self._open("send"), _listed("send", tensors)
-        return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
+        comm, (tensor,) = self._open("send"), forms.single("send", tensors)
+        with self._profiled("send", tensor):
+            return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
-        comm, (tensor,) = self._open("recv"), _listed("recv", tensors)
-        return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
+        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        with self._profiled("recv", tensor):
+            return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
-        comm, (tensor,) = self._open("recv"), _listed("recv", tensors)
-        return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
+        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        with self._profiled("recv", tensor):
+            return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
+
+    @staticmethod
+    def _profiled(op: str, tensor: torch.Tensor) -> AbstractContextManager[Any]:
+        return compat.record_shapes(f"{BACKEND}:{op}", [tensor]) if compat.profiler_enabled() else nullcontext()
 
     # coalescing ---------------------------------------------------------------------------------------------
 
@@ -341,132 +370,3 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
             msg = f"{call}: root {rank} is not in {self.describe()}; expected 0 to {self._size - 1}"
             raise InvalidArgumentError(msg)
         return rank
-
-
-class CoalescedWork(Work):
-    """Several works that were issued between the start and the end of coalescing, as one."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        last = Completion("coalesced", "", 0, 0.0)
-        last.finish()
-        super().__init__(last, [t for w in works for t in w.result()])
-        self._works = works
-
-    def wait(self, timeout: timedelta = compat.NO_TIMEOUT) -> bool:
-        """Block the host until every one of them is complete; `timeout` is for each."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """Say whether all have ended."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Say whether all have ended and none failed."""
-        return all(work.is_success() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the last of them; its value is the list of all outputs."""
-        outputs = self.result()
-        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
-        return gathered.then(lambda done: (done.wait(), outputs)[1])
-
-
-def _opts(opts: Any) -> Any:
-    """Return the options if that is what the argument is: c10d's short forms put an operator or a root there."""
-    return opts if hasattr(opts, "asyncOp") else None
-
-
-def _reduction(opts: Any) -> Reduction:
-    if opts is None:
-        return _SUM
-    op = getattr(opts, "reduceOp", opts)
-    name = compat.reduce_op_name(op)
-    return _REDUCTIONS.get(name) or Reduction(name, compat.premul_factor(op))
-
-
-_REDUCTIONS = {n: Reduction(n) for n in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
-
-
-def _listed(call: str, tensors: Any) -> Sequence[torch.Tensor]:
-    """Return the one tensor of c10d's list form, or of its short form."""
-    if isinstance(tensors, torch.Tensor):
-        return (tensors,)
-    if len(tensors) != 1:
-        msg = f"{call}: expected one tensor per rank, found a list of {len(tensors)}; issue one call for each"
-        raise InvalidArgumentError(msg)
-    found: Sequence[torch.Tensor] = tensors
-    return found
-
-
-def _inner(tensors: Any) -> Sequence[torch.Tensor]:
-    """Return the list of tensors, one per rank, of c10d's list-of-lists form or of its short form."""
-    if not tensors:
-        return ()
-    found: Sequence[torch.Tensor] = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
-    return found
-
-
-def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
-    """Make the group; c10d calls this as the backend's creator.
-
-    **Collective:** over the ranks of the new group only.
-
-    Raises:
-        InvalidArgumentError: The backend map names another backend for a device, or rank or world size
-            contradict MPI; on every rank of the default group.
-        CollectiveTimeout: A member did not come within the group's timeout.
-    """
-    seconds = compat.timeout_s(opts.timeout, 1800.0)
-    ranks = list(opts.global_ranks_in_group)
-    if not ranks:
-        _mpi.agree(_world_problem(opts), seconds, "init_process_group")
-        comm = _mpi.run_with_deadline(_mpi.control_comm().Dup, seconds, "init_process_group")
-    else:
-        problem = _map_problem()
-        if problem is not None:
-            raise problem
-        control = _mpi.control_comm(seconds)
-        members = control.group.Incl(ranks)
-        # Threads may make overlapping groups at the same time: the tag keeps those apart. From the ranks, not from
-        # the name: torch numbers groups per process, and a group made with use_local_synchronization counts only
-        # on its members.
-        tag = zlib.crc32(str(ranks).encode()) % 32767
-        what = f"new_group({ranks})"
-        comm = _mpi.run_with_deadline(lambda: control.Create_group(members, tag), seconds, what)
-        members.Free()
-    communicator = MPICommunicator(comm, str(opts.group_id))
-    return ProcessGroupInflight(opts.store, opts.group_rank, opts.group_size, communicator, seconds)
-
-
-def _world_problem(opts: Any) -> InflightError | None:
-    world = _mpi.mpi().COMM_WORLD
-    if (opts.group_rank, opts.group_size) != (world.rank, world.size):
-        return InvalidArgumentError(
-            f"init_process_group: rank {opts.group_rank} of world_size {opts.group_size} contradicts MPI, where this "
-            f"is rank {world.rank} of {world.size}; leave both out and pass init_method='mpi://'"
-        )
-    return _map_problem()
-
-
-def _map_problem() -> InflightError | None:
-    requested = compat.requested_backend_map() or {}
-    others = {device: name for device, name in requested.items() if name != BACKEND}
-    if not others:
-        return None
-    found = ",".join(f"{device}:{name}" for device, name in requested.items())
-    return InvalidArgumentError(
-        f"init_process_group: backend map {found!r} names another backend beside {BACKEND}, which would be ignored: "
-        f"a group of this package serves every device itself; pass backend={BACKEND!r}"
-    )
-
-
-def register() -> None:
-    """Make the backend's name known to torch.
-
-    **Local:** once, at import; calls no MPI.
-    """
-    compat.register_backend(BACKEND, create, list(DEVICES))

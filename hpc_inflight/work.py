@@ -215,3 +215,35 @@ class DoneWork(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         future = torch.futures.Future[Any]()
         future.set_result([])
         return future
+
+
+class CoalescedWork(Work):
+    """Several works that were issued between the start and the end of coalescing, as one."""
+
+    __slots__ = ("_works",)
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        last = Completion("coalesced", "", 0, 0.0)
+        last.finish()
+        super().__init__(last, [t for w in works for t in w.result()])
+        self._works = works
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block the host until every one of them is complete; `timeout` is for each."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        """Say whether all have ended."""
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        """Say whether all have ended and none failed."""
+        return all(work.is_success() for work in self._works)
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """Return a future that completes with the last of them; its value is the list of all outputs."""
+        outputs = self.result()
+        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
+        return gathered.then(lambda done: (done.wait(), outputs)[1])

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from hpc_inflight.communicators import _mpi_buffers as buf
+from hpc_inflight.config import config
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -55,12 +56,16 @@ def reduce_parts(parts: torch.Tensor, op: str) -> torch.Tensor:
 
 def all_reduce(comm: MPI.Intracomm, value: torch.Tensor, op: str) -> None:
     """Reduce a contiguous half-precision tensor over the ranks of ``comm``, in place."""
-    flat = value.view(-1)
+    for part in value.view(-1).split(config().max_count):
+        _all_reduce_counted(comm, part, op)
+
+
+def _all_reduce_counted(comm: MPI.Intracomm, flat: torch.Tensor, op: str) -> None:
     counts = part_counts(flat.numel(), comm.size)
     own = counts[comm.rank]
-    parts = torch.empty((comm.size, own), dtype=value.dtype)
+    parts = torch.empty((comm.size, own), dtype=flat.dtype)
     comm.Alltoallv(buf.vector_buffer(flat, counts), buf.vector_buffer(parts, [own] * comm.size))
-    rounded = reduce_parts(parts, op).to(value.dtype)
+    rounded = reduce_parts(parts, op).to(flat.dtype)
     comm.Allgatherv(buf.move_buffer(rounded), buf.vector_buffer(flat, counts))
 
 

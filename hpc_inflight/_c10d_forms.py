@@ -1,0 +1,50 @@
+"""The forms in which c10d passes arguments: options objects, lists of lists, and the short forms of older calls."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_inflight import _torch_compat as compat
+from hpc_inflight.communicators.base import Reduction
+from hpc_inflight.errors import InvalidArgumentError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def options(opts: Any) -> Any:
+    """Return the options if that is what the argument is: c10d's short forms put an operator or a root there."""
+    return opts if hasattr(opts, "asyncOp") else None
+
+
+def reduction(opts: Any) -> Reduction:
+    """Return the operator of an options object, or of the operator itself; SUM without one."""
+    if opts is None:
+        return _REDUCTIONS["SUM"]
+    op = getattr(opts, "reduceOp", opts)
+    name = compat.reduce_op_name(op)
+    return _REDUCTIONS.get(name) or Reduction(name, compat.premul_factor(op))
+
+
+_REDUCTIONS = {n: Reduction(n) for n in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+
+
+def single(call: str, tensors: Any) -> Sequence[torch.Tensor]:
+    """Return the one tensor of c10d's list form, or of its short form."""
+    if isinstance(tensors, torch.Tensor):
+        return (tensors,)
+    if len(tensors) != 1:
+        msg = f"{call}: expected one tensor per rank, found a list of {len(tensors)}; issue one call for each"
+        raise InvalidArgumentError(msg)
+    found: Sequence[torch.Tensor] = tensors
+    return found
+
+
+def per_rank(tensors: Any) -> Sequence[torch.Tensor]:
+    """Return the list of tensors, one per rank, of c10d's list-of-lists form or of its short form."""
+    if not tensors:
+        return ()
+    found: Sequence[torch.Tensor] = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
+    return found
