@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 from datetime import timedelta
@@ -14,8 +13,8 @@ from torch._C import _distributed_c10d as _c10d
 from torch._C._profiler import _RecordFunctionFast
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+    from collections.abc import Callable, Sequence
+    from contextlib import AbstractContextManager
 
 BaseWork: Any = _c10d.Work
 BaseProcessGroup: Any = dist.ProcessGroup
@@ -41,15 +40,21 @@ _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
 WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
 
-_OP_NAMES: Final = {
-    int(getattr(_c10d.ReduceOp.RedOpType, name)): name
+_OP_TYPES: Final = {
+    name: getattr(_c10d.ReduceOp.RedOpType, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 }
+# a ReduceOp hashes as its type does, and asking for the hash is a sixth of the cost of asking for the type
+_OP_NAMES: Final = {hash(_c10d.ReduceOp(kind)): name for name, kind in _OP_TYPES.items() if name != "PREMUL_SUM"}
 
 
 def reduce_op_name(op: Any) -> str:
     """Return the name of a ``ReduceOp`` or ``RedOpType``, such as ``"SUM"``."""
-    return _OP_NAMES[int(getattr(op, "op", op))]
+    name = _OP_NAMES.get(hash(op))
+    if name is None:
+        kind = getattr(op, "op", op)
+        name = next(name for name, known in _OP_TYPES.items() if known == kind)
+    return name
 
 
 def premul_factor(op: Any) -> Any:
@@ -113,11 +118,12 @@ def record_shapes(name: str, tensors: Sequence[torch.Tensor]) -> AbstractContext
     return record
 
 
-@contextlib.contextmanager
-def record_span(name: str) -> Iterator[Callable[[torch.futures.Future[Any]], Any]]:
-    """Show an event of torch.profiler that begins now and ends with the future that the caller hands over."""
+def begin_span(name: str) -> Callable[[], None]:
+    """Begin an event of torch.profiler and return what ends it, once, from any thread."""
+    ended: torch.futures.Future[None] = torch.futures.Future()
     with torch.autograd.profiler.record_function(name) as span:
-        yield span._call_end_callbacks_on_future
+        span._call_end_callbacks_on_future(ended)
+    return lambda: ended.set_result(None)
 
 
 def sequence_number(group: Any) -> int:

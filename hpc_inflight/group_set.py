@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 import time
 import weakref
@@ -25,8 +26,12 @@ class Group(Protocol):
     def describe(self) -> str:
         """Return the group's name and this rank's place in it."""
 
+    def forked(self) -> None:
+        """Refuse everything from here on; called in a forked child."""
 
-_lock = threading.Lock()
+
+_lock = threading.RLock()  # a group dropped while it is held may come back here
+_watching_forks = False
 _ids = itertools.count()
 # weakly: being listed must not keep a group that its user dropped alive. Insertion order is creation order,
 # which all ranks share.
@@ -35,7 +40,11 @@ _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
 
 def add(group: Group) -> int:
     """Add a group at its construction and return the ticket that removes it."""
+    global _watching_forks  # noqa: PLW0603  # once per process
     with _lock:
+        if not _watching_forks:
+            _watching_forks = True
+            os.register_at_fork(after_in_child=_forked)
         ticket = next(_ids)
         _groups[ticket] = group
         return ticket
@@ -45,6 +54,14 @@ def discard(ticket: int) -> None:
     """Remove a group at its destruction; nothing happens when it is gone already."""
     with _lock:
         _groups.pop(ticket, None)
+
+
+def _forked() -> None:
+    global _lock  # noqa: PLW0603  # another thread may have held it at the fork, and does not exist here
+    _lock = threading.RLock()
+    for group in list(_groups.values()):
+        group.forked()
+    _groups.clear()
 
 
 def groups() -> list[Group]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 BACKEND = "hpc_inflight"
 DEVICES = ("cpu", "cuda")
 
+_DESTROYED = "was destroyed; make a new group, or issue before destroying it"
 _Tensors = Sequence[torch.Tensor]
 
 
@@ -48,8 +49,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         self._comm: Communicator = communicator
         self._timeout_s = timeout_s
         self._name = self._desc = "undefined"
-        self._closed = False
-        self._pid = os.getpid()
+        self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
         self._ticket = group_set.add(self)
 
@@ -142,27 +142,38 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def _issue(
         self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any = None
     ) -> Any:
-        async_op = opts is None or opts.asyncOp
-        if self._coalescing is not None:
-            async_op = True
-        seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
         if compat.profiler_enabled():
-            work = self._issue_profiled(op, operations, outputs, async_op, seconds)
-        else:
-            work = self._comm.issue(op, operations, outputs, async_op=async_op, timeout_s=seconds)
-        return self._issued(work, outputs) if async_op else work
+            return self._issue_profiled(op, operations, outputs, opts, timeout)
+        is_async = opts is None or opts.asyncOp or self._coalescing is not None
+        if not is_async and (done := self._comm.run_now(operations)) is not None:
+            return done
+        if timeout is None and opts is not None:
+            timeout = opts.timeout
+        work = self._comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+        return self._issued(work, outputs) if is_async else work
 
     def _issue_profiled(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, async_op: bool, timeout_s: float
+        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
     ) -> Any:
-        name = f"{BACKEND}:{op}"
-        if not async_op:
+        name, is_async = f"{BACKEND}:{op}", opts is None or opts.asyncOp or self._coalescing is not None
+        if not is_async:
             with compat.record_shapes(name, outputs):
-                return self._comm.issue(op, operations, outputs, async_op=False, timeout_s=timeout_s)
-        with compat.record_span(f"{name} (in flight)") as until, compat.record_shapes(name, outputs):
-            work = self._comm.issue(op, operations, outputs, async_op=True, timeout_s=timeout_s)
-            until(work.get_future())
-        return work
+                done = self._comm.run_now(operations)
+            if done is not None:
+                return done
+        timeout = opts.timeout if timeout is None and opts is not None else timeout
+        end = compat.begin_span(f"{name} (in flight)")
+
+        def run() -> None:
+            try:
+                for operation in operations:
+                    operation()
+            finally:
+                end()  # before the work is complete: whoever waited for it may end the profiler next
+
+        with compat.record_shapes(name, outputs):
+            work = self._comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
+        return self._issued(work, outputs) if is_async else work
 
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
@@ -174,15 +185,15 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def _open(self, call: str) -> Communicator:
         if self._closed:
-            msg = f"{call}: {self.describe()} was destroyed; make a new group, or issue before destroying it"
-            raise GroupDestroyedError(msg)
-        if os.getpid() != self._pid:
-            msg = (
-                f"{call}: {self.describe()} belongs to process {self._pid}, not to its forked child {os.getpid()}; "
-                "issue collectives from the rank itself"
-            )
-            raise GroupDestroyedError(msg)
+            raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
         return self._comm
+
+    def forked(self) -> None:
+        """Refuse everything from here on; called in a forked child."""
+        self._closed = (
+            f"belongs to process {os.getppid()}, not to its forked child {os.getpid()}; issue collectives from the "
+            "rank itself"
+        )
 
     # collectives --------------------------------------------------------------------------------------------
 
@@ -350,9 +361,9 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
         **Collective:** over the group, in any order relative to other groups.
         """
-        if self._closed or os.getpid() != self._pid:
+        if self._closed:
             return
-        self._closed = True
+        self._closed = _DESTROYED
         group_set.discard(self._ticket)
         if _mpi.started():
             self._comm.shutdown(self._timeout_s)
@@ -362,7 +373,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
         **Local:** the communicator is left to MPI's own end.
         """
-        self._closed = True
+        self._closed = _DESTROYED
         group_set.discard(self._ticket)
 
     def _peer(self, call: str, rank: int) -> int:

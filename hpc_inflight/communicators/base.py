@@ -1,9 +1,9 @@
 """The contract between the process group and a backend.
 
 A collective has two halves. The communicator's method checks the arguments and returns an `Operation`: a
-callable that communicates, once, when it is called. `Communicator.issue` runs operations, now or later, and
-returns the Work. So every error that depends on arguments comes before any communication, and coalescing is
-issuing several operations as one.
+callable that communicates, once, when it is called. `Communicator.run_now` and `Communicator.enqueue` run
+operations and return the Work. So every error that depends on arguments comes before any communication, and
+coalescing is issuing several operations as one.
 """
 
 from __future__ import annotations
@@ -92,16 +92,17 @@ class Communicator(Protocol):
     def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
         """Block until all ranks have entered; at the deadline rank 0's error names those that did not."""
 
-    def issue(
-        self,
-        op: str,
-        operations: Sequence[Operation],
-        outputs: Sequence[torch.Tensor],
-        *,
-        async_op: bool,
-        timeout_s: float,
+    def run_now(self, operations: Sequence[Operation]) -> Any:
+        """Run operations in the caller if nothing of this group is before them.
+
+        Returns:
+            A work on which nothing is left to wait for, or None: then they have to be enqueued.
+        """
+
+    def enqueue(
+        self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
     ) -> Any:
-        """Run operations in order as one Work; with ``async_op=False`` they may be complete on return."""
+        """Run operations later, in order, behind what was issued before, and return their Work."""
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float) -> Any:
         """Start sending to ``dst`` and return the Work; matches one receive there with the same tag."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from typing import TYPE_CHECKING, Any
@@ -40,6 +41,7 @@ class MPICommunicator(Mover):
         super().__init__(comm, name)
         self._mpi = _mpi.mpi()
         self.seq = 0
+        self._numbers = itertools.count(1)  # next() of it is atomic
         self._p2p_seq = 0
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
@@ -51,35 +53,33 @@ class MPICommunicator(Mover):
 
     # issuing ------------------------------------------------------------------------------------------------
 
-    def issue(
-        self,
-        op: str,
-        operations: Sequence[Operation],
-        outputs: Sequence[torch.Tensor],
-        *,
-        async_op: bool,
-        timeout_s: float,
-    ) -> Work | DoneWork:
-        """See `Communicator.issue`."""
-        worker, inline_only = self._worker, self._inline_only
-        if (inline_only or not async_op) and worker.run_inline(operations, wait_turn=inline_only):
-            with self._issue_lock:
-                self.seq += 1
-            if not async_op:
-                return _DONE
+    def run_now(self, operations: Sequence[Operation]) -> DoneWork | None:
+        """See `Communicator.run_now`."""
+        if not self._worker.run_inline(operations, wait_turn=self._inline_only):
+            return None
+        self.seq = next(self._numbers)
+        return _DONE
+
+    def enqueue(
+        self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
+    ) -> Work:
+        """See `Communicator.enqueue`."""
+        if self._inline_only:
+            self.run_now(operations)
             completion = Completion(op, self.name, self.seq, timeout_s)
             completion.finish()
-            return Work(completion, outputs)
-        with self._issue_lock:
-            self.seq += 1
-            completion = Completion(op, self.name, self.seq, timeout_s)
-            worker.submit(completion, operations)
+        else:
+            with self._issue_lock:
+                self.seq = next(self._numbers)
+                completion = Completion(op, self.name, self.seq, timeout_s)
+                self._worker.submit(completion, operations)
         return Work(completion, outputs)
 
     def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
         """Block until all ranks have come, or name who has not; see `_mpi_barrier.monitored`."""
         run = _mpi_barrier.monitored(self.comm, self.name, self._own_tags, timeout_s, all_ranks=all_ranks)
-        self.issue("monitored_barrier", [run], (), async_op=False, timeout_s=timeout_s).wait()
+        if self.run_now([run]) is None:
+            self.enqueue("monitored_barrier", [run], (), float("inf")).wait()  # it has a deadline of its own
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float) -> Work:
         """See `Communicator.send`."""

@@ -280,6 +280,15 @@ def test_profiler_shows_every_call(rank: int, size: int) -> None:
         assert shapes["hpc_inflight:send"] == shapes["hpc_inflight:recv"] == [[7]]
 
 
+def test_profiler_may_end_as_soon_as_the_work_is_waited(rank: int, size: int) -> None:
+    # the event of an operation in flight once ended after its work was complete, in a profiler that was gone
+    tensor = torch.ones(1000)
+    for _ in range(200):
+        with torch.autograd.profiler.profile():
+            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True).wait()
+    assert tensor.unique().tolist() == [1.0]
+
+
 @pytest.mark.mpi(min_size=2)
 def test_the_gil_is_free_while_waiting(rank: int, size: int) -> None:
     stop, gaps = threading.Event(), [0.0]
