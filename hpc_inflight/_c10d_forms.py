@@ -16,7 +16,12 @@ if TYPE_CHECKING:
 
 def options(opts: Any) -> Any:
     """Return the options if that is what the argument is: c10d's short forms put an operator or a root there."""
-    return opts if hasattr(opts, "asyncOp") else None
+    return opts if hasattr(opts, "timeout") else None
+
+
+def is_async(opts: Any) -> bool:
+    """Say whether the caller wants a work; torch 2.6 and 2.7 do not say for every call, and wait on the work then."""
+    return bool(getattr(opts, "asyncOp", True))
 
 
 def reduction(opts: Any) -> Reduction:

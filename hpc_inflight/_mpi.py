@@ -11,6 +11,7 @@ import os
 import pickle
 import threading
 import time
+import zlib
 from array import array
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -24,7 +25,7 @@ from hpc_inflight.errors import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from mpi4py import MPI
@@ -270,6 +271,30 @@ def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
         size = control_comm().size
         msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
         raise CollectiveTimeout(msg)
+
+
+def subset(comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, what: str) -> MPI.Intracomm:
+    """Make a communicator of some ranks of another one.
+
+    **Collective:** over ``ranks`` only.
+
+    Args:
+        comm: The communicator whose ranks they are.
+        ranks: Its ranks, in the order that the new one has; this rank is among them.
+        timeout_s: Seconds to wait for the others.
+        what: The call, for the error.
+
+    Raises:
+        CollectiveTimeout: A rank did not come.
+    """
+    members = comm.group.Incl(list(ranks))
+    # Threads may make overlapping groups at the same time: the tag keeps those apart. From the ranks, not from a
+    # name: torch numbers groups per process, and a group made with use_local_synchronization counts only on its
+    # members.
+    tag = zlib.crc32(str(list(ranks)).encode()) % 32767
+    made = run_with_deadline(lambda: comm.Create_group(members, tag), timeout_s, what)
+    members.Free()
+    return made
 
 
 def agree(error: InflightError | None, timeout_s: float, what: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from typing import Any
 
 from hpc_inflight import _mpi
@@ -31,15 +30,7 @@ def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
         problem = _map_problem()
         if problem is not None:
             raise problem
-        control = _mpi.control_comm(seconds)
-        members = control.group.Incl(ranks)
-        # Threads may make overlapping groups at the same time: the tag keeps those apart. From the ranks, not from
-        # the name: torch numbers groups per process, and a group made with use_local_synchronization counts only
-        # on its members.
-        tag = zlib.crc32(str(ranks).encode()) % 32767
-        what = f"new_group({ranks})"
-        comm = _mpi.run_with_deadline(lambda: control.Create_group(members, tag), seconds, what)
-        members.Free()
+        comm = _mpi.subset(_mpi.control_comm(seconds), ranks, seconds, f"new_group({ranks})")
     communicator = MPICommunicator(comm, str(opts.group_id))
     return ProcessGroupInflight(opts.store, opts.group_rank, opts.group_size, communicator, seconds)
 

@@ -56,6 +56,10 @@ _REDUCE: Final = {
     torch.complex128: ("C_DOUBLE_COMPLEX", torch.complex128, _COMPLEX),
 }
 
+# MPI's sums of small integers saturate in some libraries (Open MPI's vectorised loops) and wrap in others; in 32 bits
+# both are right, and narrowing wraps as torch's own arithmetic does
+_WIDENED: Final = frozenset({torch.int8, torch.int16, torch.uint8, torch.uint16})
+
 # Data movement needs only the width of an element, so bf16, fp8, bool and complex all move.
 MOVE_TYPE: Final = {1: "UINT8_T", 2: "UINT16_T", 4: "UINT32_T", 8: "UINT64_T", 16: "C_DOUBLE_COMPLEX"}
 
@@ -102,5 +106,7 @@ def reduce_spec(call: str, op: str, dtype: torch.dtype) -> ReduceSpec:
             "choose another operator or dtype"
         )
         raise UnsupportedError(msg)
+    if dtype in _WIDENED and op in {"SUM", "PRODUCT"}:
+        mpi_type, compute = "INT32_T", torch.int32
     table = _MPI_BOOL_OP if dtype is torch.bool else MPI_OP
     return ReduceSpec(mpi_type, table[op], compute, op == "AVG")

@@ -116,7 +116,56 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         """Return the group's own view of the store."""
         return self._store
 
-    supports_splitting = False
+    def split_group(
+        self,
+        new_ranks: Sequence[int],
+        timeout: timedelta | None = None,
+        opts: Any = None,
+        group_name: str | None = None,
+        group_desc: str | None = None,
+        device_types: Any = None,
+    ) -> ProcessGroupInflight | None:
+        """Make a group of some of this group's ranks.
+
+        **Collective:** over ``new_ranks`` only; other ranks may call it and get None.
+
+        Args:
+            new_ranks: Ranks in this group; the new group has them in ascending order.
+            timeout: The new group's timeout; this group's by default.
+            opts: As c10d passes it; unused.
+            group_name: The new group's name; made of this group's and the ranks by default.
+            group_desc: Its description.
+            device_types: As c10d passes it; a group serves every device.
+
+        Raises:
+            InvalidArgumentError: Ranks outside the group, or a rank twice.
+            CollectiveTimeout: A member did not come.
+        """
+        comm, ranks = self._open("split_group"), sorted(new_ranks)
+        if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= self._size:
+            msg = f"split_group: {list(new_ranks)} are not distinct ranks of {self.describe()}"
+            raise InvalidArgumentError(msg)
+        if self._rank not in ranks:
+            return None
+        name = group_name or f"{self._name}:split:{ranks}"
+        seconds = compat.timeout_s(timeout, self._timeout_s)
+        store = compat.PrefixStore(f"{name}/", self._store)
+        made = ProcessGroupInflight(
+            store, ranks.index(self._rank), len(ranks), comm.split(ranks, name, seconds), seconds
+        )
+        made.setGroupName(name)
+        made.setGroupDesc(group_desc or f"{self._desc}:split")
+        return made
+
+    splitGroup = split_group  # noqa: N815  # the name that torch's C++ looks for
+
+    def perform_nocolor_split(self, _device: Any) -> None:
+        """Do nothing: only the members of a new group take part in making it."""
+
+    def eager_connect_single_device(self, _device: Any) -> None:
+        """Do nothing: MPI is connected from the start."""
+
+    supports_splitting = True
     supports_coalescing = True
     supports_time_estimate = False
 
@@ -144,7 +193,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     ) -> Any:
         if compat.profiler_enabled():
             return self._issue_profiled(op, operations, outputs, opts, timeout)
-        is_async = opts is None or opts.asyncOp or self._coalescing is not None
+        is_async = opts is None or forms.is_async(opts) or self._coalescing is not None
         if not is_async and (done := self._comm.run_now(operations)) is not None:
             return done
         if timeout is None and opts is not None:
@@ -155,7 +204,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def _issue_profiled(
         self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
     ) -> Any:
-        name, is_async = f"{BACKEND}:{op}", opts is None or opts.asyncOp or self._coalescing is not None
+        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts) or self._coalescing is not None
         if not is_async:
             with compat.record_shapes(name, outputs):
                 done = self._comm.run_now(operations)

@@ -96,7 +96,8 @@ class Mover(Reducer):
         @torch.inference_mode()
         def run() -> None:
             if self.rank != root:
-                comm.Gather(buf.move_buffer(buf.source(tensor)), None, root)
+                value = buf.source(tensor)  # held in a variable: a buffer is an address and keeps nothing alive
+                comm.Gather(buf.move_buffer(value), None, root)
                 return
             flat, deliver = buf.flat_target(outputs)
             value = buf.source(tensor, flat)

@@ -8,7 +8,7 @@ import torch
 
 from hpc_inflight import _mpi, dtypes
 from hpc_inflight.communicators import _mpi_buffers as buf
-from hpc_inflight.communicators import _mpi_half, _mpi_sparse
+from hpc_inflight.communicators import _mpi_narrow, _mpi_sparse
 from hpc_inflight.communicators._mpi_check import Checker
 from hpc_inflight.config import config
 from hpc_inflight.errors import InvalidArgumentError
@@ -26,8 +26,8 @@ _Plan = tuple[dtypes.ReduceSpec, Any, Any]
 class Reducer:
     """The reducing half of the MPI communicator.
 
-    Half precision is reduced in float32 and rounded once; AVG divides by the group's size after the sum;
-    PREMUL_SUM scales before it.
+    Half precision is reduced in float32 and rounded once, small integers wrap around; AVG divides by the group's size
+    after the sum; PREMUL_SUM scales before it.
     """
 
     def __init__(self, comm: MPI.Intracomm, name: str) -> None:
@@ -72,9 +72,9 @@ class Reducer:
 
             @torch.inference_mode()
             def run(_keep: torch.Tensor = tensor) -> None:
-                if self._halved(spec, op, tensor):
+                if self._narrow(spec, op, tensor):
                     value = buf.source(tensor)
-                    _mpi_half.all_reduce(comm, value, op.name)
+                    _mpi_narrow.all_reduce(comm, value, op.name, spec.compute_dtype)
                     buf.deliver(value, tensor)
                     return
                 value = tensor if direct else self._enter(spec, op, tensor)
@@ -135,8 +135,8 @@ class Reducer:
 
         @torch.inference_mode()
         def run() -> None:
-            if self._halved(spec, op, tensor):
-                _mpi_half.reduce_scatter(self.comm, output, buf.source(tensor), op.name)
+            if self._narrow(spec, op, tensor):
+                _mpi_narrow.reduce_scatter(self.comm, output, buf.source(tensor), op.name, spec.compute_dtype)
                 return
             direct = self._direct(spec, op, tensor)
             value = buf.source(tensor, output) if direct else self._enter(spec, op, tensor)
@@ -168,12 +168,12 @@ class Reducer:
             if self.rank == root:
                 result.view(-1).copy_(part)
 
-    def _halved(self, spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> bool:
-        """Say whether 16 bits travel and 32 add; the same on all ranks, since they pass the same sizes."""
+    def _narrow(self, spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> bool:
+        """Say whether the narrow type travels and a wide one adds; all ranks say the same, for their sizes are."""
         return (
             spec.compute_dtype is not tensor.dtype
             and op.factor is None
-            and tensor.numel() >= max(_mpi_half.MIN_ELEMENTS, self.size)
+            and tensor.numel() >= max(_mpi_narrow.MIN_ELEMENTS, self.size)
         )
 
     @staticmethod

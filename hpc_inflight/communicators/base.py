@@ -113,5 +113,8 @@ class Communicator(Protocol):
     def pending_works(self) -> Sequence[Completion]:
         """Return what was issued and is not complete, oldest first."""
 
+    def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
+        """Make a communicator of some of the group's ranks; collective over those only."""
+
     def shutdown(self, timeout_s: float) -> None:
         """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""

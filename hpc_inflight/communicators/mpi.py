@@ -120,6 +120,10 @@ class MPICommunicator(Mover):
         """See `Communicator.pending_works`."""
         return sorted([*self._worker.pending(), *self._requests.pending()], key=lambda c: c.issued_at)
 
+    def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> MPICommunicator:
+        """See `Communicator.split`."""
+        return MPICommunicator(_mpi.subset(self.comm, ranks, timeout_s, f"split_group({list(ranks)})"), name)
+
     def shutdown(self, timeout_s: float) -> None:
         """See `Communicator.shutdown`; raises `DrainTimeout` when works are still pending at the deadline."""
         deadline = time.monotonic() + timeout_s

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import os
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,3 +166,48 @@ def test_assert_on_all_ranks_names_the_failing(rank: int, size: int) -> None:
     with pytest.raises(AssertionError, match=rf"failed on 1 of {size} ranks:\n  rank {size - 1}: bad on {size - 1}"):
         assert_on_all_ranks(rank != size - 1, f"bad on {rank}")
     assert_on_all_ranks(True, "never shown")
+
+
+def test_split_group(rank: int, size: int) -> None:
+    parent = c10d._get_default_group()
+    evens, odds = list(range(0, size, 2)), list(range(1, size, 2))
+    mine = parent.split_group(evens if rank % 2 == 0 else odds)
+    assert mine is not None
+    tensor = torch.tensor([float(rank)])
+    mine.allreduce([tensor]).wait()
+    assert tensor.item() == sum(evens if rank % 2 == 0 else odds)
+    assert (mine.rank(), mine.size()) == (rank // 2, len(evens if rank % 2 == 0 else odds))
+    mine.get_group_store().set(str(mine.rank()), "here")
+    mine.shutdown()
+    alone = parent.split_group([size - 1])
+    assert (alone is None) == (rank != size - 1)
+    if alone is not None:
+        alone.shutdown()
+    with pytest.raises(hi.InvalidArgumentError, match=r"split_group: \[0, 0\] are not distinct ranks of group"):
+        parent.split_group([0, 0])
+    dist.barrier()
+
+
+def resident_mib() -> float:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_five_thousand_groups(size: int) -> None:
+    before = len(hi.groups()), threading.active_count()
+    for i in range(5000):
+        if i == 500:
+            resident = resident_mib()
+        group = dist.new_group(list(range(size)))
+        assert group is not None
+        if i % 100 == 0:
+            tensor = torch.tensor([1.0])
+            dist.all_reduce(tensor, group=group, async_op=True).wait()
+            assert tensor.item() == size
+        dist.destroy_process_group(group)
+    time.sleep(0.1)
+    assert (len(hi.groups()), threading.active_count()) == before
+    # a communicator that stays costs Open MPI about 50 KiB: 4,500 of them would be past 200 MiB
+    assert resident_mib() - resident < 64
