@@ -17,7 +17,7 @@ from hpc_inflight import config as config_module
 from hpc_inflight.communicators import _mpi_buffers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 
 @contextlib.contextmanager
@@ -304,11 +304,12 @@ def test_the_gil_is_free_while_waiting(rank: int, size: int) -> None:
     thread.start()
     group = dist.new_group(list(range(size)))
     late = 0.4 if rank == 0 else 0.0
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: dist.all_reduce(torch.ones(4), group=group),
         lambda: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
         lambda: dist.barrier(group),
-    ):
+    ]
+    for call in calls:
         time.sleep(late)
         call()
     dist.all_reduce(torch.ones(1_000_000), group=group, async_op=True)
