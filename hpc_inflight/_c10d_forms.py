@@ -8,7 +8,7 @@ import torch
 
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight.communicators.base import Reduction
-from hpc_inflight.errors import InvalidArgumentError
+from hpc_inflight.errors import InvalidArgumentError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,20 +36,42 @@ def reduction(opts: Any) -> Reduction:
 _REDUCTIONS = {n: Reduction(n) for n in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
 
 
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor that has the memory: of an AsyncCollectiveTensor, what it waits for.
+
+    Raises:
+        UnsupportedError: Another wrapper (a DTensor, a fake tensor), which has no memory of its own.
+    """
+    if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter:
+        return tensor
+    wait = getattr(tensor, "trigger_wait", None)
+    if wait is not None:
+        waited: torch.Tensor = wait()
+        return waited
+    if hasattr(tensor, "__tensor_flatten__") or hasattr(tensor, "fake_mode"):
+        name = type(tensor).__name__
+        msg = f"a collective was given a {name}, which has no memory of its own; pass its local tensor (to_local())"
+        raise UnsupportedError(msg)
+    return tensor
+
+
+def plain_all(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Return `plain` of each."""
+    return [plain(tensor) for tensor in tensors]
+
+
 def single(call: str, tensors: Any) -> Sequence[torch.Tensor]:
     """Return the one tensor of c10d's list form, or of its short form."""
     if isinstance(tensors, torch.Tensor):
-        return (tensors,)
+        return (plain(tensors),)
     if len(tensors) != 1:
         msg = f"{call}: expected one tensor per rank, found a list of {len(tensors)}; issue one call for each"
         raise InvalidArgumentError(msg)
-    found: Sequence[torch.Tensor] = tensors
-    return found
+    return (plain(tensors[0]),)
 
 
 def per_rank(tensors: Any) -> Sequence[torch.Tensor]:
     """Return the list of tensors, one per rank, of c10d's list-of-lists form or of its short form."""
     if not tensors:
         return ()
-    found: Sequence[torch.Tensor] = tensors if isinstance(tensors[0], torch.Tensor) else tensors[0]
-    return found
+    return plain_all(tensors if isinstance(tensors[0], torch.Tensor) else tensors[0])

@@ -37,7 +37,7 @@ _module: ModuleType | None = None
 _control: MPI.Intracomm | None = None
 _duplicating: tuple[MPI.Intracomm, MPI.Request] | None = None  # kept when a deadline passes: MPI cannot cancel it
 _abandoned_lock = threading.Lock()
-_abandoned: list[MPI.Request] = []  # MPI may still write to the buffers of requests that we gave up
+_abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still write to the buffers of requests that we gave up
 _owner_pid = 0
 
 _SPIN_S = 50e-6  # a reply on the same node arrives within this
@@ -156,11 +156,11 @@ def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
     return _control
 
 
-def abandon(request: Any) -> None:
-    """Keep a request that nobody will wait for, and with it its buffers, until MPI is done with it."""
+def abandon(request: Any, buffer: object = None) -> None:
+    """Keep a request that nobody will wait for, and its buffer, until MPI is done with it."""
     with _abandoned_lock:
-        _abandoned[:] = [kept for kept in _abandoned if not kept.Test()]
-        _abandoned.append(request)
+        _abandoned[:] = [kept for kept in _abandoned if not kept[0].Test()]
+        _abandoned.append((request, buffer))
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Final
 
@@ -149,3 +150,27 @@ def requested_backend_map() -> dict[str, str] | None:
             return None if found is None else {k: str(v) for k, v in found.get_device_backend_map().items()}
         frame = frame.f_back  # type: ignore[assignment]  # None ends the loop
     return None
+
+
+def keep_out_of_dynamo(*classes: type) -> None:
+    """Have torch.compile run the methods of ``classes``, and all they call, as they are.
+
+    A compiled function calls a group at its graph breaks, and compiled DDP in its forward; without this, dynamo would
+    trace into the group's Python, which it cannot, where it leaves a C++ group alone. torch 2.6 has no such call.
+    """
+    frames = torch._C._dynamo.eval_frame
+    if not hasattr(frames, "set_code_exec_strategy"):
+        return
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for cls in classes:
+        for member in vars(cls).values():
+            function = member.fget if isinstance(member, property) else member
+            if isinstance(function, types.FunctionType):
+                frames.set_code_exec_strategy(function.__code__, skip)
+
+
+class Options(BackendOptions):  # type: ignore[misc]  # torch's stubs leave it Any
+    """c10d's options of a backend, which split_group copies."""
+
+    def __deepcopy__(self, _memo: object) -> Options:
+        return Options(self.backend, self._timeout)

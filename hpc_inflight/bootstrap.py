@@ -171,6 +171,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
         if _world is None:
             msg = "finalize: no init() before this call, or it was finalized already; call init() first"
             raise NotInitializedError(msg)
+        _mpi.mpi()  # raises in a forked child, which must not answer for its parent
         group_set.wait_for_all_pending_works(timeout_s)
         if dist.is_initialized():
             dist.destroy_process_group()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -14,7 +15,7 @@ from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _mpi, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
-from hpc_inflight.work import CoalescedWork, Completion
+from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
     from hpc_inflight.communicators.base import Communicator, Operation
@@ -51,6 +52,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         self._name = self._desc = "undefined"
         self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
+        self._coalescing_thread = 0
         self._ticket = group_set.add(self)
 
     # identity, as c10d asks for it --------------------------------------------------------------------------
@@ -177,7 +179,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     @property
     def options(self) -> Any:
         """Return c10d's options of a backend: the timeout."""
-        return compat.BackendOptions(BACKEND, timedelta(seconds=self._timeout_s))
+        return compat.Options(BACKEND, timedelta(seconds=self._timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives issued so far."""
@@ -193,7 +195,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     ) -> Any:
         if compat.profiler_enabled():
             return self._issue_profiled(op, operations, outputs, opts, timeout)
-        is_async = opts is None or forms.is_async(opts) or self._coalescing is not None
+        is_async = opts is None or forms.is_async(opts) or self._coalesces()
         if not is_async and (done := self._comm.run_now(operations)) is not None:
             return done
         if timeout is None and opts is not None:
@@ -204,7 +206,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def _issue_profiled(
         self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
     ) -> Any:
-        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts) or self._coalescing is not None
+        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts) or self._coalesces()
         if not is_async:
             with compat.record_shapes(name, outputs):
                 done = self._comm.run_now(operations)
@@ -228,7 +230,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         if compat.inflight_allowed():
             for tensor in outputs:
                 work_registry.register_work(tensor, work)
-        if self._coalescing is not None:
+        if self._coalescing is not None and self._coalesces():
             self._coalescing.append(work)
         return work
 
@@ -244,6 +246,9 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
             "rank itself"
         )
 
+    def _coalesces(self) -> bool:
+        return self._coalescing is not None and self._coalescing_thread == threading.get_ident()
+
     # collectives --------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
@@ -256,6 +261,7 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Reduce several tensors over the ranks, in place, as one work."""
         comm, op = self._open("all_reduce_coalesced"), forms.reduction(opts)
+        tensors = forms.plain_all(tensors)
         return self._issue("all_reduce_coalesced", [comm.all_reduce(t, op) for t in tensors], tuple(tensors), opts)
 
     def reduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, *args: Any) -> Any:
@@ -281,19 +287,21 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
-        comm = self._open("all_gather_coalesced")
+        comm, inputs = self._open("all_gather_coalesced"), forms.plain_all(inputs)
+        output_lists = [forms.plain_all(row) for row in output_lists]
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
         return self._issue("all_gather_coalesced", operations, [t for row in output_lists for t in row], opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor on every rank."""
-        comm = self._open("all_gather_into_tensor")
+        comm, output, tensor = self._open("all_gather_into_tensor"), forms.plain(output), forms.plain(tensor)
         return self._issue("all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors into one tensor each, as one work."""
         comm = self._open("all_gather_into_tensor_coalesced")
+        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
         return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
 
@@ -322,11 +330,13 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
         comm, op = self._open("reduce_scatter_tensor"), forms.reduction(opts)
+        output, tensor = forms.plain(output), forms.plain(tensor)
         return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
         comm, op = self._open("reduce_scatter_tensor_coalesced"), forms.reduction(opts)
+        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
         return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
 
@@ -339,13 +349,13 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         opts: Any = None,
     ) -> Any:
         """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
-        comm = self._open("all_to_all_single")
+        comm, output, tensor = self._open("all_to_all_single"), forms.plain(output), forms.plain(tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
         return self._issue("all_to_all_single", [operation], (output,), forms.options(opts))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
-        comm = self._open("all_to_all")
+        comm, outputs, inputs = self._open("all_to_all"), forms.plain_all(outputs), forms.plain_all(inputs)
         return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
@@ -393,11 +403,12 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     # coalescing ---------------------------------------------------------------------------------------------
 
     def _start_coalescing(self, _device: Any) -> None:
-        self._coalescing = []
+        self._coalescing, self._coalescing_thread = [], threading.get_ident()
 
     def _end_coalescing(self, _device: Any) -> Any:
         works, self._coalescing = self._coalescing or [], None
-        return CoalescedWork(works)
+        completion = CoalescedCompletion(self._name, [work.completion for work in works], self._timeout_s)
+        return Work(completion, [tensor for work in works for tensor in work.result()])
 
     # life ---------------------------------------------------------------------------------------------------
 
@@ -420,13 +431,18 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     def abort(self) -> None:
         """Stop accepting operations without waiting for pending ones; MPI cannot cancel those.
 
-        **Local:** the communicator is left to MPI's own end.
+        **Local:** what is enqueued and not running fails; the communicator is left to MPI's own end.
         """
-        self._closed = _DESTROYED
-        group_set.discard(self._ticket)
+        if not self._closed:
+            self._closed = _DESTROYED
+            group_set.discard(self._ticket)
+            self._comm.abort()
 
     def _peer(self, call: str, rank: int) -> int:
         if not 0 <= rank < self._size:
             msg = f"{call}: root {rank} is not in {self.describe()}; expected 0 to {self._size - 1}"
             raise InvalidArgumentError(msg)
         return rank
+
+
+compat.keep_out_of_dynamo(ProcessGroupInflight, Work, DoneWork)

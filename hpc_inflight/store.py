@@ -248,7 +248,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
         Returns:
             Whether all came in time.
         """
-        if self._closed:
+        if self._closed or not _mpi.started():  # a forked child must not answer for its parent
             return True
         self._closed = True
         request = self._comm.Ibarrier()

@@ -17,7 +17,7 @@ from hpc_inflight._torch_compat import NO_TIMEOUT, BaseWork, timeout_s
 from hpc_inflight.errors import CollectiveTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from datetime import timedelta
 
 _future_lock = threading.Lock()  # taken only around the few instructions that attach or read a future
@@ -58,18 +58,27 @@ class Completion:
         self._done = _thread.allocate_lock()
         self._done.acquire()
 
-    def finish(self, exception: BaseException | None = None) -> None:
+    def finish(self, exception: BaseException | None = None, leave: Callable[[], None] | None = None) -> None:
         """Mark the operation as ended and wake everyone who waits.
 
-        **Local:** once, by the thread that ran the operation. Callbacks of a future run in that thread.
+        **Local:** once, by the thread that ran the operation. Callbacks of a future run in that thread, before
+        waiters wake.
+
+        Args:
+            exception: Why it failed, if it did.
+            leave: Takes the operation off its queue: before waiters wake, so that they may run the next one
+                themselves, but after the callbacks, whose operations come before everything that is queued.
         """
-        self.exception = exception
+        # without the traceback: its frames hold the tensors, and the error outlives them
+        self.exception = None if exception is None else exception.with_traceback(None)
         with _future_lock:
             self.completed = True
-            attached = self._future
-        self._done.release()
+            attached, self._future = self._future, None
         if attached is not None:
             self._resolve(*attached)
+        if leave is not None:
+            leave()
+        self._done.release()
 
     def _resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
         if self.exception is None:
@@ -87,7 +96,7 @@ class Completion:
         Raises:
             CollectiveTimeout: It did not within ``seconds``.
         """
-        if not self._done.acquire(timeout=seconds):
+        if not self._done.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
             raise CollectiveTimeout(self.describe_timeout(seconds))
         self._done.release()
 
@@ -99,16 +108,51 @@ class Completion:
         )
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
-        """Return the future of this operation, whose value is the list of its output tensors."""
+        """Return a future of this operation, whose value is the list of its output tensors."""
         with _future_lock:
             if self._future is not None:
                 return self._future[0]
-            attached = torch.futures.Future[Any](), outputs
-            self._future = attached
-            completed = self.completed
-        if completed:
-            self._resolve(*attached)
-        return attached[0]
+            future = torch.futures.Future[Any]()
+            if not self.completed:
+                self._future = future, outputs
+                return future
+        self._resolve(future, outputs)
+        return future
+
+
+class CoalescedCompletion(Completion):
+    """Completion of several operations that count as one."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, group: str, parts: Sequence[Completion], timeout_s: float) -> None:
+        super().__init__("coalesced", group, parts[-1].seq if parts else 0, timeout_s)
+        self._parts = parts
+
+    def poll(self) -> bool:
+        """Say whether all have ended."""
+        if not self.completed and all(part.poll() for part in self._parts):
+            self._end()
+        return self.completed
+
+    def block(self, seconds: float) -> None:
+        """Block the host until all have ended; see `Completion.block`."""
+        deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
+        for part in self._parts:
+            if not part.poll():
+                part.block(max(0.0, deadline - time.monotonic()))
+        self._end()
+
+    def _end(self) -> None:
+        with _future_lock:
+            if not self.completed:
+                self.exception = next((part.exception for part in self._parts if part.exception is not None), None)
+                self.completed = True
+
+    def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
+        """Return a future that completes with the last of them; its value is the list of all outputs."""
+        gathered = torch.futures.collect_all([part.future([]) for part in self._parts])
+        return gathered.then(lambda done: (done.wait(), outputs)[1])
 
 
 class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
@@ -144,11 +188,11 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         completion = self.completion
         if not completion.completed:
             completion.block(timeout_s(timeout, completion.timeout_s))
-        if self.registration is not None:
-            registration, self.registration = self.registration, None
+        registration, self.registration = self.registration, None
+        if registration is not None:
             registration.waited()
         if completion.exception is not None:
-            raise completion.exception
+            raise completion.exception.with_traceback(None)  # else every wait would add its frames
         return True
 
     def is_completed(self) -> bool:
@@ -215,35 +259,3 @@ class DoneWork(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         future = torch.futures.Future[Any]()
         future.set_result([])
         return future
-
-
-class CoalescedWork(Work):
-    """Several works that were issued between the start and the end of coalescing, as one."""
-
-    __slots__ = ("_works",)
-
-    def __init__(self, works: Sequence[Work]) -> None:
-        last = Completion("coalesced", "", 0, 0.0)
-        last.finish()
-        super().__init__(last, [t for w in works for t in w.result()])
-        self._works = works
-
-    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block the host until every one of them is complete; `timeout` is for each."""
-        for work in self._works:
-            work.wait(timeout)
-        return True
-
-    def is_completed(self) -> bool:
-        """Say whether all have ended."""
-        return all(work.is_completed() for work in self._works)
-
-    def is_success(self) -> bool:
-        """Say whether all have ended and none failed."""
-        return all(work.is_success() for work in self._works)
-
-    def get_future(self) -> torch.futures.Future[Any]:
-        """Return a future that completes with the last of them; its value is the list of all outputs."""
-        outputs = self.result()
-        gathered = torch.futures.collect_all([work.get_future() for work in self._works])
-        return gathered.then(lambda done: (done.wait(), outputs)[1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from hpc_inflight import _mpi
 from hpc_inflight.errors import CollectiveTimeout
@@ -15,42 +15,56 @@ if TYPE_CHECKING:
     from hpc_inflight.communicators.base import Operation
 
 
-def barrier(comm: MPI.Intracomm, group: str, timeout_s: float) -> Operation:
-    """Return an operation that waits for all ranks; after its deadline the group can no longer be used."""
+class Group(Protocol):
+    """What a barrier needs of its communicator."""
+
+    comm: MPI.Intracomm
+    name: str
+
+    def give_up(self, reason: str) -> None:
+        """Refuse every later operation."""
+
+
+def barrier(group: Group, timeout_s: float) -> Operation:
+    """Return an operation that waits for all ranks; past its deadline the group refuses everything."""
 
     def run() -> None:
+        comm = group.comm
         request = comm.Ibarrier()
         if not _mpi.poll(request.Test, timeout_s):
             _mpi.abandon(request)
-            msg = (
-                f"barrier on group {group}: Timed out after {timeout_s:g} s on rank {comm.rank} of {comm.size}; a rank "
-                "did not come, or is stuck; monitored_barrier() names it"
+            _fail(
+                group,
+                f"barrier on group {group.name}: Timed out after {timeout_s:g} s on rank {comm.rank} of {comm.size}; a "
+                "rank did not come, or is stuck; monitored_barrier() names it",
             )
-            raise CollectiveTimeout(msg)
 
     return run
 
 
-def monitored(comm: MPI.Intracomm, group: str, tag: int, timeout_s: float, *, all_ranks: bool) -> Operation:
+def monitored(group: Group, tag: int, timeout_s: float, *, all_ranks: bool) -> Operation:
     """Return an operation in which rank 0 waits for the others one by one and names who did not come.
 
     Args:
-        comm: The group's communicator.
-        group: Its name.
+        group: The communicator.
         tag: A tag that nothing else uses; ``tag + 1`` as well.
-        timeout_s: Seconds in all.
+        timeout_s: Seconds in all; past them the group refuses everything.
         all_ranks: Name every rank that did not come, not only the first.
     """
-    if comm.rank == 0:
-        return functools.partial(_monitor, comm, group, tag, timeout_s, all_ranks)
-    return functools.partial(_report, comm, group, tag, timeout_s)
+    if group.comm.rank == 0:
+        return functools.partial(_monitor, group, tag, timeout_s, all_ranks)
+    return functools.partial(_report, group, tag, timeout_s)
 
 
-def _monitor(comm: MPI.Intracomm, group: str, tag: int, timeout_s: float, all_ranks: bool) -> None:
-    where = f"monitored_barrier on group {group}"
+def _fail(group: Group, message: str) -> NoReturn:
+    group.give_up(f"is out of step since a deadline passed ({message}); destroy it and make a new one")
+    raise CollectiveTimeout(message)
+
+
+def _monitor(group: Group, tag: int, timeout_s: float, all_ranks: bool) -> None:
+    comm, where = group.comm, f"monitored_barrier on group {group.name}"
     if timeout_s <= 0:
-        msg = f"{where}: Rank 0 timed out in monitoredBarrier after {timeout_s:g} s; give it more"
-        raise CollectiveTimeout(msg)
+        _fail(group, f"{where}: Rank 0 timed out in monitoredBarrier after {timeout_s:g} s; give it more")
     deadline = time.monotonic() + timeout_s
     came, missing = [], []
     for rank in range(1, comm.size):
@@ -64,20 +78,20 @@ def _monitor(comm: MPI.Intracomm, group: str, tag: int, timeout_s: float, all_ra
         _send(comm, bool(missing), rank, tag + 1)
     if missing:
         ranks = f"{'Ranks' if all_ranks else 'Rank'} {', '.join(map(str, missing))}"
-        msg = f"{where}: {ranks} failed to pass monitoredBarrier in {1e3 * timeout_s:g} ms"
-        raise CollectiveTimeout(msg)
+        _fail(group, f"{where}: {ranks} failed to pass monitoredBarrier in {1e3 * timeout_s:g} ms")
 
 
-def _report(comm: MPI.Intracomm, group: str, tag: int, timeout_s: float) -> None:
+def _report(group: Group, tag: int, timeout_s: float) -> None:
+    comm = group.comm
     _send(comm, False, 0, tag)
     failed = _receive(comm, 0, tag + 1, timeout_s)
     if failed is None or failed:
         reason = "it did not answer" if failed is None else "another rank did not come"
-        msg = (
-            f"monitored_barrier on group {group}: Rank {comm.rank} successfully reached monitoredBarrier, but received "
-            f"errors while waiting for send/recv from rank 0: {reason}"
+        _fail(
+            group,
+            f"monitored_barrier on group {group.name}: Rank {comm.rank} successfully reached monitoredBarrier, but "
+            f"received errors while waiting for send/recv from rank 0: {reason}",
         )
-        raise CollectiveTimeout(msg)
 
 
 def _send(comm: MPI.Intracomm, flag: bool, rank: int, tag: int) -> None:
@@ -90,5 +104,6 @@ def _receive(comm: MPI.Intracomm, rank: int, tag: int, timeout_s: float) -> bool
     if _mpi.poll(request.Test, timeout_s):
         return bool(flag[0])
     request.Cancel()
-    request.Wait()
-    return None
+    status = _mpi.mpi().Status()
+    request.Wait(status)
+    return None if status.Is_cancelled() else bool(flag[0])  # it may have arrived meanwhile

@@ -180,7 +180,7 @@ class Mover(Reducer):
 
     def barrier(self, timeout_s: float) -> Operation:
         """See `Communicator.barrier`."""
-        return self._checked(_mpi_barrier.barrier(self.comm, self.name, timeout_s), "barrier")
+        return self._checked(_mpi_barrier.barrier(self, timeout_s), "barrier")
 
     def _split_counts(self, call: str, tensor: torch.Tensor, splits: Sequence[int], which: str) -> list[int]:
         rows = tensor.shape[0] if tensor.dim() else 1

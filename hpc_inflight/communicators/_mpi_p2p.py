@@ -6,7 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight._mpi import mpi, poll
+from hpc_inflight._mpi import abandon, mpi, poll, thread_multiple
 from hpc_inflight.errors import CollectiveTimeout
 from hpc_inflight.work import Completion
 
@@ -72,6 +72,14 @@ class RequestCompletion(Completion):
             requests.discard(self)
         self.finish(error)
 
+    def give_up(self) -> None:
+        """Leave the request to MPI: nobody will wait for it."""
+        with self._lock:
+            if not self.completed and self._request is not None:
+                if self.op == "recv":
+                    self._request.Cancel()
+                abandon(self._request, self._buffer)
+
     def block(self, seconds: float) -> None:
         """Make progress until the request is complete.
 
@@ -85,7 +93,7 @@ class RequestCompletion(Completion):
         """Return the future; a thread then makes the progress that nobody's ``wait`` makes."""
         future = super().future(outputs)
         requests = self._requests
-        if requests is not None:
+        if requests is not None and thread_multiple():
             requests.progress()
         return future
 
@@ -118,7 +126,14 @@ class Requests:
 
     def pending(self) -> list[Completion]:
         """Return what is not complete, oldest first."""
+        if self._live:
+            self.sweep()
         return list(self._live)
+
+    def give_up(self) -> None:
+        """Cancel what can be, and keep the rest and its buffers until MPI is done with them, beyond the group."""
+        for completion in list(self._live):
+            completion.give_up()
 
     def progress(self) -> None:
         """Start a thread that tests the requests until none is left, unless one runs."""

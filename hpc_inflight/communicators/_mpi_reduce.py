@@ -39,6 +39,10 @@ class Reducer:
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None
 
+    def give_up(self, reason: str) -> None:
+        """Refuse every later operation; see the communicator."""
+        raise NotImplementedError
+
     def _plan(self, call: str, op: Reduction, dtype: torch.dtype) -> _Plan:
         key = (op.name, dtype)
         plan = self._plans.get(key)

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
-from collections.abc import Sequence
 from queue import SimpleQueue
+from typing import TYPE_CHECKING
 
-from hpc_inflight.communicators.base import Operation
-from hpc_inflight.work import Completion
+from hpc_inflight.errors import GroupDestroyedError
 
-_Job = tuple[Completion, Sequence[Operation]]
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from hpc_inflight.communicators.base import Operation
+    from hpc_inflight.work import Completion
+
+    _Job = tuple[Completion, Sequence[Operation]]
 
 
 class Worker:
@@ -19,6 +25,9 @@ class Worker:
     Blocking calls, never ``MPI_I*``: on Open MPI a 4 MiB Iallreduce and Wait takes 3.5 times an Allreduce, and
     the two kinds do not match across ranks, while ``async_op`` may differ between ranks. mpi4py releases the
     GIL during the call, so the thread makes progress while Python computes.
+
+    What a future's callback issues runs at once in this thread, ahead of the queue: it may wait for it there, and
+    on every rank it comes between the operation that was called back and the next one.
     """
 
     def __init__(self, name: str, max_pending: int) -> None:
@@ -26,10 +35,14 @@ class Worker:
         self._max_pending = max_pending
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self._pending: deque[Completion] = deque()
-        self._finishing: Completion | None = None
         self._executing = threading.Lock()  # held while an MPI collective of this group runs
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
+        self._aborted = ""
+
+    def is_current(self) -> bool:
+        """Say whether the caller is the worker thread itself, in a callback."""
+        return threading.current_thread() is self._thread
 
     def run_inline(self, operations: Sequence[Operation], *, wait_turn: bool) -> bool:
         """Run operations in the calling thread if nothing of this group is enqueued or running.
@@ -41,7 +54,7 @@ class Worker:
         Returns:
             False when they must be enqueued behind what is.
         """
-        if self._pending or not self._executing.acquire(blocking=wait_turn):
+        if (self._pending and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
             return False
         try:
             for operation in operations:
@@ -50,17 +63,26 @@ class Worker:
             self._executing.release()
         return True
 
+    @contextlib.contextmanager
+    def turn(self) -> Iterator[None]:
+        """Keep every operation of this group from running meanwhile."""
+        with self._executing:
+            yield
+
+    def wait_for_room(self, timeout_s: float) -> None:
+        """Wait for the oldest while ``max_pending`` are enqueued: tensors held stay bounded when the host is ahead."""
+        while len(self._pending) >= self._max_pending:
+            with contextlib.suppress(IndexError):  # it may be gone by now
+                self._pending[0].block(timeout_s)
+
     def submit(self, completion: Completion, operations: Sequence[Operation]) -> None:
-        """Enqueue operations; waits for the oldest when ``max_pending`` are enqueued already.
+        """Enqueue operations.
 
         The order of submissions is the order of execution; a caller that issues from several threads
         serialises them.
         """
         if self._thread is None:
             self._start()
-        while len(self._pending) >= self._max_pending and threading.current_thread() is not self._thread:
-            # the host is ahead of the network: let it come near, so that tensors held stay bounded
-            self._pending[0].block(completion.timeout_s)
         self._pending.append(completion)
         self._queue.put((completion, operations))
 
@@ -69,25 +91,25 @@ class Worker:
             if self._thread is None:
                 # daemon: an MPI call that never returns must not keep the interpreter from ending
                 thread = threading.Thread(target=self._loop, name=f"hpc_inflight-{self._name}", daemon=True)
-                thread.start()
                 self._thread = thread
+                thread.start()
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             completion, operations = job
             error = self._run(operations)
-            # first gone from the queue, then complete: whoever waited, or is called back in this thread, may then
-            # run the next one inline; meanwhile a drain still sees it
-            self._finishing = completion
-            self._pending.popleft()
             # nothing here may outlive the job: these hold the tensors
             del job, operations
-            completion.finish(error)
-            self._finishing = None
+            completion.finish(error, self._leave)
             del completion, error
+
+    def _leave(self) -> None:
+        self._pending.popleft()
 
     def _run(self, operations: Sequence[Operation]) -> BaseException | None:
         # a frame of its own: in the loop's, the last operation would hold its tensors until the next job
+        if self._aborted:
+            return GroupDestroyedError(self._aborted)
         with self._executing:
             try:
                 for operation in operations:
@@ -98,10 +120,14 @@ class Worker:
 
     def pending(self) -> list[Completion]:
         """Return what is enqueued or running, oldest first."""
-        finishing = self._finishing
-        return [*([] if finishing is None or finishing.completed else [finishing]), *self._pending]
+        return list(self._pending)
 
     def stop(self) -> None:
         """End the thread once it has run what is enqueued; does not wait for it."""
         if self._thread is not None:
             self._queue.put(None)
+
+    def abort(self, reason: str) -> None:
+        """End the thread after what is running; what is enqueued fails with ``reason``."""
+        self._aborted = reason
+        self.stop()

@@ -116,5 +116,8 @@ class Communicator(Protocol):
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
         """Make a communicator of some of the group's ranks; collective over those only."""
 
+    def abort(self) -> None:
+        """Fail what is pending as far as that is possible and refuse the rest; local, releases nothing."""
+
     def shutdown(self, timeout_s: float) -> None:
         """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""

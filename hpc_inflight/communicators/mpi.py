@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
@@ -16,7 +16,7 @@ from hpc_inflight.communicators._mpi_move import Mover
 from hpc_inflight.communicators._mpi_p2p import RequestCompletion, Requests
 from hpc_inflight.communicators._mpi_worker import Worker
 from hpc_inflight.config import config
-from hpc_inflight.errors import DrainTimeout, InvalidArgumentError
+from hpc_inflight.errors import DrainTimeout, GroupDestroyedError, InvalidArgumentError
 from hpc_inflight.work import Completion, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
     from hpc_inflight.communicators.base import Operation
 
+DESTROYED = "was destroyed; make a new group, or issue before destroying it"
 _DONE = DoneWork()
 
 
@@ -42,12 +43,13 @@ class MPICommunicator(Mover):
         self._mpi = _mpi.mpi()
         self.seq = 0
         self._numbers = itertools.count(1)  # next() of it is atomic
-        self._p2p_seq = 0
+        self._p2p_numbers = itertools.count(1)
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
         # the highest tags are for messages of our own; MPI promises 32767 at least
-        self._own_tags: int = (comm.Get_attr(self._mpi.TAG_UB) or 32767) - 1
+        self._own_tags: int = (comm.Get_attr(self._mpi.TAG_UB) or 32767) - 2
+        self._unusable = ""  # why, once it is
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()
 
@@ -55,6 +57,8 @@ class MPICommunicator(Mover):
 
     def run_now(self, operations: Sequence[Operation]) -> DoneWork | None:
         """See `Communicator.run_now`."""
+        if self._unusable:
+            self._refuse()
         if not self._worker.run_inline(operations, wait_turn=self._inline_only):
             return None
         self.seq = next(self._numbers)
@@ -64,20 +68,40 @@ class MPICommunicator(Mover):
         self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
     ) -> Work:
         """See `Communicator.enqueue`."""
-        if self._inline_only:
-            self.run_now(operations)
+        if self._inline_only or self._worker.is_current():
+            return Work(self._run_at_once(op, operations, timeout_s), outputs)
+        self._worker.wait_for_room(timeout_s)
+        with self._issue_lock:
+            if self._unusable:
+                self._refuse()
+            self.seq = next(self._numbers)
             completion = Completion(op, self.name, self.seq, timeout_s)
-            completion.finish()
-        else:
-            with self._issue_lock:
-                self.seq = next(self._numbers)
-                completion = Completion(op, self.name, self.seq, timeout_s)
-                self._worker.submit(completion, operations)
+            self._worker.submit(completion, operations)
         return Work(completion, outputs)
+
+    def _run_at_once(self, op: str, operations: Sequence[Operation], timeout_s: float) -> Completion:
+        if self._unusable:
+            self._refuse()
+        self.seq = next(self._numbers)
+        completion = Completion(op, self.name, self.seq, timeout_s)
+        error: BaseException | None = None
+        try:
+            self._worker.run_inline(operations, wait_turn=True)
+        except Exception as caught:  # noqa: BLE001  # an asynchronous operation fails when it is waited for
+            error = caught
+        completion.finish(error)
+        return completion
+
+    def give_up(self, reason: str) -> None:
+        """Refuse every later operation: after a deadline the ranks may be at different operations."""
+        self._unusable = self._unusable or reason
+
+    def _refuse(self) -> NoReturn:
+        raise GroupDestroyedError(f"group {self.name} {self._unusable}")
 
     def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
         """Block until all ranks have come, or name who has not; see `_mpi_barrier.monitored`."""
-        run = _mpi_barrier.monitored(self.comm, self.name, self._own_tags, timeout_s, all_ranks=all_ranks)
+        run = _mpi_barrier.monitored(self, self._own_tags, timeout_s, all_ranks=all_ranks)
         if self.run_now([run]) is None:
             self.enqueue("monitored_barrier", [run], (), float("inf")).wait()  # it has a deadline of its own
 
@@ -86,7 +110,7 @@ class MPICommunicator(Mover):
         self._check_p2p("send", tensor, dst, tag)
         with torch.inference_mode():
             source = buf.source(tensor)
-        completion = RequestCompletion("send", self.name, self._next_p2p(), timeout_s, source, None)
+        completion = RequestCompletion("send", self.name, next(self._p2p_numbers), timeout_s, source, None)
         request = self.comm.Isend(buf.move_buffer(source), dst, tag)
         return self._start(completion, request, [])
 
@@ -101,15 +125,10 @@ class MPICommunicator(Mover):
             def after() -> None:
                 buf.unflatten(target, [tensor])
 
-        completion = RequestCompletion("recv", self.name, self._next_p2p(), timeout_s, target, after)
+        completion = RequestCompletion("recv", self.name, next(self._p2p_numbers), timeout_s, target, after)
         source = self._mpi.ANY_SOURCE if src is None else src
         request = self.comm.Irecv(buf.move_buffer(target), source, tag)
         return self._start(completion, request, [tensor])
-
-    def _next_p2p(self) -> int:
-        with self._issue_lock:
-            self._p2p_seq += 1
-            return self._p2p_seq
 
     def _start(self, completion: RequestCompletion, request: Any, outputs: list[torch.Tensor]) -> Work:
         completion.start(request, self._requests)
@@ -127,21 +146,35 @@ class MPICommunicator(Mover):
     def shutdown(self, timeout_s: float) -> None:
         """See `Communicator.shutdown`; raises `DrainTimeout` when works are still pending at the deadline."""
         deadline = time.monotonic() + timeout_s
+        with self._issue_lock:
+            in_step = not self._unusable
+            self.give_up(DESTROYED)
         try:
             while pending := self.pending_works():
                 pending[0].block(max(0.0, deadline - time.monotonic()))
         except TimeoutError as error:
+            self._requests.give_up()
             msg = f"destroying group {self.name}: {error}"
             raise DrainTimeout(msg) from None
         finally:
             self._worker.stop()
-        if self._checker is not None:
-            self._checker.free()
-        self.comm.Free()
+        with self._worker.turn():  # another thread may be in a call that began before
+            if self._checker is not None:
+                self._checker.free()
+            if in_step:
+                self.comm.Free()
+
+    def abort(self) -> None:
+        """See `Communicator.abort`."""
+        self.give_up("was aborted; make a new group")
+        self._worker.abort(f"group {self.name} was aborted before this ran")
+        self._requests.give_up()
 
     # checks -------------------------------------------------------------------------------------------------
 
     def _check_p2p(self, call: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
+        if self._unusable:
+            self._refuse()
         buf.check_tensor(call, tensor)
         if peer is not None and not 0 <= peer < self.size:
             msg = f"{call}: peer rank {peer} is not in group {self.name}; expected 0 to {self.size - 1}"

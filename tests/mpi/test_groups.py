@@ -208,6 +208,7 @@ def test_five_thousand_groups(size: int) -> None:
             assert tensor.item() == size
         dist.destroy_process_group(group)
     time.sleep(0.1)
-    assert (len(hi.groups()), threading.active_count()) == before
+    assert len(hi.groups()) == before[0]
+    assert threading.active_count() <= before[1]
     # a communicator that stays costs Open MPI about 50 KiB: 4,500 of them would be past 200 MiB
     assert resident_mib() - resident < 64
