@@ -161,7 +161,7 @@ def _large_type(width: int, count: int) -> Any:
     return body.Commit()
 
 
-# copies -----------------------------------------------------------------------------------------------------
+# copies: in inference mode, since they belong to no graph and may write to leaves and inference tensors ---------
 
 
 def plain(tensor: torch.Tensor) -> bool:
@@ -173,6 +173,13 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Say whether two contiguous tensors share memory, which MPI forbids for a send and a receive buffer."""
     first, second = one.data_ptr(), other.data_ptr()
     return first < second + other.nbytes and second < first + one.nbytes
+
+
+def touch(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Say whether two tensors of any layout may share memory."""
+    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and (
+        not (plain(one) and plain(other)) or overlap(one, other)
+    )
 
 
 def source(tensor: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
@@ -220,6 +227,14 @@ def flat_target(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
     return torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype), True
 
 
+@torch.inference_mode()
+def copy(value: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Copy elements in order, whatever the layouts; nothing happens where they are in place already."""
+    if value.data_ptr() != tensor.data_ptr() or not plain(tensor) or not plain(value):
+        tensor.copy_(value.view(tensor.shape) if value.is_contiguous() else value)
+
+
+@torch.inference_mode()
 def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return a new contiguous tensor with the elements of all, in order."""
     like = tensors[0]
@@ -231,6 +246,7 @@ def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return flat
 
 
+@torch.inference_mode()
 def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
     """Copy consecutive parts of ``flat`` into the tensors."""
     offset = 0

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import torch
-
 from hpc_inflight.communicators import _mpi_barrier
 from hpc_inflight.communicators import _mpi_buffers as buf
+from hpc_inflight.communicators._mpi_exchange import exchange
 from hpc_inflight.communicators._mpi_reduce import Reducer
 from hpc_inflight.errors import InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    import torch
+
     from hpc_inflight.communicators.base import Operation
+
+
+# above it, a ring or tree of MPI's own is worth the copies that it needs
+_PAIRWISE_RANKS = 16
 
 
 class Mover(Reducer):
     """The moving half of the MPI communicator."""
+
+    own_tag: int  # above every tag of the user's messages
 
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         """See `Communicator.broadcast`."""
@@ -32,7 +39,6 @@ class Mover(Reducer):
 
         else:
 
-            @torch.inference_mode()
             def run(_keep: torch.Tensor = tensor) -> None:
                 flat = buf.flatten([tensor])
                 comm.Bcast(buf.move_buffer(flat), root)
@@ -50,10 +56,14 @@ class Mover(Reducer):
         self._check_list(call, outputs, tensor, "outputs", output=True)
         self._check_numel(call, f"outputs[{self.rank}]", outputs[self.rank], tensor.numel(), "the input")
         comm, counts = self.comm, [t.numel() for t in outputs]
-        buf.vector_unit(call, counts)
+        pairwise = self.size <= _PAIRWISE_RANKS
+        if not pairwise:
+            buf.vector_unit(call, counts)
 
-        @torch.inference_mode()
         def run() -> None:
+            if pairwise:
+                exchange(comm, self.own_tag, dict.fromkeys(range(self.size), tensor), dict(enumerate(outputs)))
+                return
             flat, deliver = buf.flat_target(outputs)
             value = buf.source(tensor, flat)
             comm.Allgatherv(buf.move_buffer(value), buf.vector_buffer(flat, counts))
@@ -70,7 +80,6 @@ class Mover(Reducer):
         self._check_numel(call, "output", output, tensor.numel() * self.size, f"{self.size} x the input's")
         comm = self.comm
 
-        @torch.inference_mode()
         def run() -> None:
             received = buf.target(output)
             own_place = received.data_ptr() + self.rank * tensor.nbytes
@@ -91,19 +100,10 @@ class Mover(Reducer):
             self._check_list(call, outputs, tensor, "outputs", output=True)
             for i, output in enumerate(outputs):
                 self._check_numel(call, f"outputs[{i}]", output, tensor.numel(), "the input")
-        comm = self.comm
+        receives = dict(enumerate(outputs)) if self.rank == root else {}
 
-        @torch.inference_mode()
         def run() -> None:
-            if self.rank != root:
-                value = buf.source(tensor)  # held in a variable: a buffer is an address and keeps nothing alive
-                comm.Gather(buf.move_buffer(value), None, root)
-                return
-            flat, deliver = buf.flat_target(outputs)
-            value = buf.source(tensor, flat)
-            comm.Gather(buf.move_buffer(value), buf.move_buffer(flat, self.size), root)
-            if deliver:
-                buf.unflatten(flat, outputs)
+            exchange(self.comm, self.own_tag, {root: tensor}, receives)
 
         return self._checked(run, call, numel=tensor.numel(), dtype=tensor.dtype, root=root)
 
@@ -115,18 +115,10 @@ class Mover(Reducer):
             self._check_list(call, inputs, output, "inputs")
             for i, tensor in enumerate(inputs):
                 self._check_numel(call, f"inputs[{i}]", tensor, output.numel(), "the output")
-        comm = self.comm
+        sends = dict(enumerate(inputs)) if self.rank == root else {}
 
-        @torch.inference_mode()
         def run() -> None:
-            received = buf.target(output)
-            if self.rank == root:
-                value = buf.flat_source(inputs)
-                value = buf.source(value, received)
-                comm.Scatter(buf.move_buffer(value, self.size), buf.move_buffer(received), root)
-            else:
-                comm.Scatter(None, buf.move_buffer(received), root)
-            buf.deliver(received, output)
+            exchange(self.comm, self.own_tag, sends, {root: output})
 
         return self._checked(run, call, numel=output.numel(), dtype=output.dtype, root=root)
 
@@ -138,17 +130,10 @@ class Mover(Reducer):
         buf.check_same(call, inputs, inputs[0], "inputs")
         own = inputs[self.rank].numel()
         self._check_numel(call, f"outputs[{self.rank}]", outputs[self.rank], own, f"inputs[{self.rank}]")
-        comm, sent, expected = self.comm, [t.numel() for t in inputs], [t.numel() for t in outputs]
-        buf.vector_unit(call, sent)
-        buf.vector_unit(call, expected)
+        sent, expected = [t.numel() for t in inputs], [t.numel() for t in outputs]
 
-        @torch.inference_mode()
         def run() -> None:
-            flat, deliver = buf.flat_target(outputs)
-            value = buf.source(buf.flat_source(inputs), flat)
-            comm.Alltoallv(buf.vector_buffer(value, sent), buf.vector_buffer(flat, expected))
-            if deliver:
-                buf.unflatten(flat, outputs)
+            exchange(self.comm, self.own_tag, dict(enumerate(inputs)), dict(enumerate(outputs)))
 
         return self._checked(run, call, sends=sent, receives=expected, dtype=inputs[0].dtype)
 
@@ -169,7 +154,6 @@ class Mover(Reducer):
             raise InvalidArgumentError(msg)
         comm = self.comm
 
-        @torch.inference_mode()
         def run() -> None:
             received = buf.target(output)
             value = buf.source(tensor, received)

@@ -59,6 +59,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, wide: torch.dtype) -> t
     return total.div_(len(parts)) if op == "AVG" else total
 
 
+@torch.inference_mode()
 def all_reduce(comm: MPI.Intracomm, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
     """Reduce a contiguous tensor of a narrow dtype over the ranks of ``comm``, in place."""
     for flat in value.view(-1).split(min(_CHUNK, config().max_count)):

@@ -74,7 +74,6 @@ class Reducer:
 
         else:
 
-            @torch.inference_mode()
             def run(_keep: torch.Tensor = tensor) -> None:
                 if self._narrow(spec, op, tensor):
                     value = buf.source(tensor)
@@ -97,7 +96,6 @@ class Reducer:
         spec, mpi_type, mpi_op = self._plan(call, op, tensor.dtype)
         comm, in_place = self.comm, self._in_place
 
-        @torch.inference_mode()
         def run() -> None:
             value = tensor if self._direct(spec, op, tensor) else self._enter(spec, op, tensor)
             for part in buf.chunks(value, mpi_type):
@@ -105,7 +103,7 @@ class Reducer:
                     comm.Reduce(in_place, part, mpi_op, root)
                 else:
                     comm.Reduce(part, None, mpi_op, root)
-            if self.rank == root:
+            if self.rank == root and (spec.average or value is not tensor):
                 self._leave(spec, value, tensor)
 
         return self._checked(run, call, shape=tuple(tensor.shape), dtype=tensor.dtype, op=op.name, root=root)
@@ -119,9 +117,10 @@ class Reducer:
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
         counts = [t.numel() for t in inputs]
 
-        @torch.inference_mode()
         def run() -> None:
-            value = self._enter(spec, op, buf.flatten(inputs))
+            value = buf.flat_source(inputs)
+            if not self._direct(spec, op, value) or buf.overlap(value, output):
+                value = self._enter(spec, op, value)
             result = torch.empty(output.numel(), dtype=spec.compute_dtype)
             self._reduce_parts(value, result, counts, mpi_type, mpi_op)
             self._leave(spec, result, output)
@@ -137,7 +136,6 @@ class Reducer:
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
         counts = [output.numel()] * self.size
 
-        @torch.inference_mode()
         def run() -> None:
             if self._narrow(spec, op, tensor):
                 _mpi_narrow.reduce_scatter(self.comm, output, buf.source(tensor), op.name, spec.compute_dtype)
@@ -147,7 +145,8 @@ class Reducer:
             in_output = buf.plain(output) and spec.compute_dtype is output.dtype
             result = output if in_output else torch.empty(output.numel(), dtype=spec.compute_dtype)
             self._reduce_parts(value, result, counts, mpi_type, mpi_op)
-            self._leave(spec, result, output)
+            if spec.average or result is not output:
+                self._leave(spec, result, output)
 
         return self._checked(run, call, shape=tuple(output.shape), dtype=output.dtype, op=op.name)
 
@@ -162,7 +161,13 @@ class Reducer:
             else:
                 self.comm.Reduce_scatter(buf.reduce_buffer(value, mpi_type), kept, list(counts), mpi_op)
             return
-        # MPI cannot count the whole: one reduction after the other, each to the rank that keeps it
+        self._reduce_each(value, result, counts, mpi_type, mpi_op)
+
+    @torch.inference_mode()
+    def _reduce_each(
+        self, value: torch.Tensor, result: torch.Tensor, counts: Sequence[int], mpi_type: Any, mpi_op: Any
+    ) -> None:
+        """Do what `_reduce_parts` does where MPI cannot count the whole: one part after the other to its rank."""
         for root, part in enumerate(value.view(-1).split(list(counts))):
             for chunk in buf.chunks(part, mpi_type):
                 if self.rank == root:
@@ -186,6 +191,7 @@ class Reducer:
         return op.factor is None and spec.compute_dtype is tensor.dtype and buf.plain(tensor)
 
     @staticmethod
+    @torch.inference_mode()
     def _enter(spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> torch.Tensor:
         """Return a new contiguous tensor with what goes into the reduction."""
         value = torch.empty(tensor.shape, dtype=spec.compute_dtype)
@@ -194,6 +200,7 @@ class Reducer:
             value.mul_(op.factor)
         return value
 
+    @torch.inference_mode()
     def _leave(self, spec: dtypes.ReduceSpec, value: torch.Tensor, tensor: torch.Tensor) -> None:
         """Bring the result of a reduction into the caller's tensor."""
         if spec.average:

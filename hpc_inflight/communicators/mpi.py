@@ -48,7 +48,7 @@ class MPICommunicator(Mover):
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
         # the highest tags are for messages of our own; MPI promises 32767 at least
-        self._own_tags: int = (comm.Get_attr(self._mpi.TAG_UB) or 32767) - 2
+        self.own_tag = (comm.Get_attr(self._mpi.TAG_UB) or 32767) - 2
         self._unusable = ""  # why, once it is
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()
@@ -101,7 +101,7 @@ class MPICommunicator(Mover):
 
     def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
         """Block until all ranks have come, or name who has not; see `_mpi_barrier.monitored`."""
-        run = _mpi_barrier.monitored(self, self._own_tags, timeout_s, all_ranks=all_ranks)
+        run = _mpi_barrier.monitored(self, self.own_tag + 1, timeout_s, all_ranks=all_ranks)
         if self.run_now([run]) is None:
             self.enqueue("monitored_barrier", [run], (), float("inf")).wait()  # it has a deadline of its own
 
@@ -179,6 +179,6 @@ class MPICommunicator(Mover):
         if peer is not None and not 0 <= peer < self.size:
             msg = f"{call}: peer rank {peer} is not in group {self.name}; expected 0 to {self.size - 1}"
             raise InvalidArgumentError(msg)
-        if not 0 <= tag < self._own_tags:
-            msg = f"{call}: tag {tag}; expected 0 to {self._own_tags - 1}, which this MPI library can carry"
+        if not 0 <= tag < self.own_tag:
+            msg = f"{call}: tag {tag}; expected 0 to {self.own_tag - 1}, which this MPI library can carry"
             raise InvalidArgumentError(msg)

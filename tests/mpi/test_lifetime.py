@@ -47,7 +47,6 @@ def test_a_pending_receive_keeps_its_buffer_beyond_its_group(rank: int, size: in
     for _ in range(20):  # what MPI may still write to must not be in use for anything else
         torch.full((300_000,), 7.0)
     dist.barrier()
-    assert len(hi.groups()) == 1 or dist.group.WORLD in hi.groups()
 
 
 @pytest.mark.mpi(min_size=2)
@@ -96,7 +95,7 @@ def test_monitored_barrier_behind_what_is_enqueued(rank: int, size: int) -> None
 
 def _max() -> Any:
     opts = dist.AllreduceOptions()
-    opts.reduceOp = dist.ReduceOp.MAX
+    opts.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
     return opts
 
 
@@ -178,7 +177,6 @@ def test_tensors_that_wrap_others(rank: int, size: int) -> None:
 
 
 def test_options_can_be_copied() -> None:
-    import copy  # only here
 
     options = c10d._get_default_group()._get_backend(torch.device("cpu")).options
     assert copy.deepcopy(options)._timeout == options._timeout
