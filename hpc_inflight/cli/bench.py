@@ -22,13 +22,13 @@ import hpc_inflight as hi
 from hpc_inflight import _mpi, work_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
 app = typer.Typer(no_args_is_help=True, help="Measure what this package costs on this machine.")
 
 _MIB = 1024 * 1024
 _WARM_UP = 10_000
-_SIZES = ((4, "4 B", 3000), (2**18, "256 KiB", 400), (2**22, "4 MiB", 100), (2**25, "32 MiB", 20))
+_SIZES = ((4, "4 B", 3000), (2**18, "256 KiB", 400), (2**22, "4 MiB", 100), (2**25, "32 MiB", 50))
 
 
 def _resident_mib() -> float:
@@ -64,14 +64,29 @@ def unwaited(
     hi.finalize()
 
 
+def _interleaved(sides: Mapping[str, Callable[[], object]], rounds: int, repeat: float) -> dict[str, float]:
+    """Return the median time of each call in us; the sides take turns in batches that start together."""
+    comm, batch = _mpi.control_comm(), 10
+    times: dict[str, list[float]] = {name: [] for name in sides}
+    for _ in range(max(5, int(rounds * repeat / batch))):
+        for name, call in sides.items():
+            call()  # the first one finds the other side's memory in the caches
+            comm.Barrier()
+            started = time.perf_counter()
+            for _ in range(batch):
+                call()
+            times[name].append(1e6 * (time.perf_counter() - started) / batch)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def _sides(buffer: torch.Tensor, gloo: Any) -> dict[str, Callable[[], object]]:
     module = _mpi.mpi()
     comm = _mpi.control_comm()
     raw = [module.buffer.fromaddress(buffer.data_ptr(), buffer.nbytes), buffer.numel(), module.FLOAT]
     half = torch.zeros(buffer.numel() * 2, dtype=torch.bfloat16)
-    op = dist.ReduceOp.MAX  # values stay what they are, however often it runs
+    op = dist.ReduceOp.SUM  # of zeros, however often it runs
     return {
-        "raw": lambda: comm.Allreduce(module.IN_PLACE, raw, module.MAX),
+        "raw": lambda: comm.Allreduce(module.IN_PLACE, raw, module.SUM),
         "sync": lambda: dist.all_reduce(buffer, op=op),
         "async": lambda: dist.all_reduce(buffer, op=op, async_op=True).wait(),
         "bf16": lambda: dist.all_reduce(half, op=op),
@@ -91,15 +106,7 @@ def all_reduce(
     for column in ("size", "raw mpi4py", "sync", "async + wait", "bf16, as many bytes (ratio to sync)", "Gloo"):
         table.add_column(column, justify="right")
     for size, label, rounds in _SIZES:
-        sides = _sides(torch.zeros(size // 4), gloo)
-        times: dict[str, list[float]] = {name: [] for name in sides}
-        for i in range(max(3, int(rounds * repeat)) + 3):
-            for name, call in sides.items():
-                started = time.perf_counter()
-                call()
-                if i >= 3:  # noqa: PLR2004  # the first rounds warm up
-                    times[name].append(1e6 * (time.perf_counter() - started))
-        us = {name: statistics.median(values) for name, values in times.items()}
+        us = _interleaved(_sides(torch.zeros(size // 4), gloo), rounds, repeat)
         table.add_row(
             label,
             f"{us['raw']:.1f}",
@@ -108,6 +115,69 @@ def all_reduce(
             f"{us['bf16']:.1f} ({us['bf16'] / us['sync']:.2f})",
             f"{us['gloo']:.1f}",
         )
+    if world.rank == 0:
+        Console(width=120).print(table)
+    hi.finalize()
+
+
+def _pairs(size: int, world_size: int) -> dict[str, tuple[Callable[[], object], Callable[[], object]]]:
+    """Return, per collective, mpi4py's own call and ours on the same buffers of ``size`` bytes per rank."""
+    module, comm = _mpi.mpi(), _mpi.control_comm()
+    part = torch.zeros(max(1, size // 4))
+    whole = torch.zeros(part.numel() * world_size)
+    pair, third = whole.clone(), whole.clone()
+    parts, others = (
+        [torch.zeros_like(part) for _ in range(world_size)],
+        [torch.zeros_like(part) for _ in range(world_size)],
+    )
+
+    def raw(tensor: torch.Tensor, blocks: int = 1) -> list[Any]:
+        memory = module.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes)
+        return [memory, tensor.numel() // blocks, module.FLOAT]
+
+    one, all_, sent, again = raw(part), raw(whole, world_size), raw(pair, world_size), raw(third, world_size)
+
+    def exchange() -> None:
+        comm.Alltoall(sent, again)
+        _ = third  # a buffer is an address and keeps nothing alive
+
+    return {
+        "broadcast": (lambda: comm.Bcast(one, 0), lambda: dist.broadcast(part, 0)),
+        "all_gather_into_tensor": (
+            lambda: comm.Allgather(one, all_),
+            lambda: dist.all_gather_into_tensor(whole, part),
+        ),
+        "reduce_scatter_tensor": (
+            lambda: comm.Reduce_scatter_block(all_, one, module.SUM),
+            lambda: dist.reduce_scatter_tensor(part, whole, op=dist.ReduceOp.SUM),
+        ),
+        "all_to_all_single": (lambda: comm.Alltoall(sent, all_), lambda: dist.all_to_all_single(whole, pair)),
+        "all_gather (list)": (lambda: comm.Allgather(one, all_), lambda: dist.all_gather(others, part)),
+        "all_to_all (list)": (exchange, lambda: dist.all_to_all(others, parts)),
+    }
+
+
+@app.command()
+def collectives(
+    *,
+    repeat: Annotated[float, typer.Option(min=0.01, help="Multiplies the number of rounds.")] = 1.0,
+) -> None:
+    """Compare the other synchronous collectives with mpi4py's own call on the same float32 buffers."""
+    world = hi.init()
+    table = Table(title=f"{world.world_size} ranks, medians in us: raw mpi4py, ours (ratio)")
+    table.add_column("bytes per rank")
+    for _, label, _ in _SIZES:
+        table.add_column(label, justify="right")
+    cells: dict[str, list[str]] = {}
+    for size, _, rounds in _SIZES:
+        pairs = _pairs(size, world.world_size)
+        sides = {f"{side} {name}": call for name, pair in pairs.items() for side, call in zip("ab", pair, strict=True)}
+        us = _interleaved(sides, rounds, repeat)
+        for name in pairs:
+            raw, ours = us[f"a {name}"], us[f"b {name}"]
+            cells.setdefault(name, []).append(f"{raw:.1f}, {ours:.1f} ({ours / raw:.2f})")
+    for name, row in cells.items():
+        table.add_row(name, *row)
     if world.rank == 0:
         Console(width=120).print(table)
     hi.finalize()

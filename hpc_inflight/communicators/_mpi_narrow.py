@@ -21,9 +21,10 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
 MIN_ELEMENTS = 4096  # below it, the latency of two calls costs more than the bytes of one
-_CHUNK = 2**22  # elements at a time: bounds the memory beside the tensor
+_CHUNK = 2**20  # elements at a time: what is received and reduced stays in the cache, and memory is bounded
 
-_PAIRWISE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"SUM": torch.add, "PRODUCT": torch.mul}
+_PAIRWISE: dict[str, Callable[..., torch.Tensor]] = {"SUM": torch.add, "PRODUCT": torch.mul}
+_EXACT: dict[str, Callable[..., torch.Tensor]] = {"MIN": torch.minimum, "MAX": torch.maximum}
 
 
 def part_counts(count: int, size: int) -> list[int]:
@@ -33,7 +34,7 @@ def part_counts(count: int, size: int) -> list[int]:
 
 
 def reduce_parts(parts: Sequence[torch.Tensor], op: str, wide: torch.dtype) -> torch.Tensor:
-    """Reduce contiguous tensors element by element.
+    """Reduce contiguous tensors element by element; the first one is overwritten.
 
     Args:
         parts: One for each rank, of one shape and narrow dtype.
@@ -41,38 +42,56 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, wide: torch.dtype) -> t
         wide: The dtype to compute in.
 
     Returns:
-        The result, of dtype ``wide`` or, where one operation of torch rounds once, of the parts' own.
+        The result in the parts' own dtype.
     """
+    first = parts[0]
+    if op in _EXACT:  # rounds nothing, so it needs no wider type
+        for part in parts[1:]:
+            _EXACT[op](first, part, out=first)
+        return first
     if len(parts) == 2 and op in _PAIRWISE and wide.is_floating_point:  # noqa: PLR2004  # float32 inside torch's kernel
-        return _PAIRWISE[op](parts[0], parts[1])
-    total = parts[0].to(wide)
+        return _PAIRWISE[op](first, parts[1], out=first)
+    total = first.to(wide)
     for part in parts[1:]:
         value = part.to(wide)
         if op == "PRODUCT":
             total.mul_(value)
-        elif op == "MIN":
-            torch.minimum(total, value, out=total)
-        elif op == "MAX":
-            torch.maximum(total, value, out=total)
         else:
             total.add_(value)
-    return total.div_(len(parts)) if op == "AVG" else total
+    if op == "AVG":
+        total.div_(len(parts))
+    return first.copy_(total)
 
 
-@torch.inference_mode()
-def all_reduce(comm: MPI.Intracomm, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
-    """Reduce a contiguous tensor of a narrow dtype over the ranks of ``comm``, in place."""
-    for flat in value.view(-1).split(min(_CHUNK, config().max_count)):
-        counts = part_counts(flat.numel(), comm.size)
-        own = counts[comm.rank]
-        received = torch.empty((comm.size, own), dtype=flat.dtype)
-        comm.Alltoallv(buf.vector_buffer(flat, counts), buf.vector_buffer(received, [own] * comm.size))
-        narrow = reduce_parts(received.unbind(), op, wide).to(flat.dtype)
-        comm.Allgatherv(buf.move_buffer(narrow), buf.vector_buffer(flat, counts))
+class Narrow:
+    """The reductions of one communicator, with the memory that they share; one of them runs at a time."""
 
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
-def reduce_scatter(comm: MPI.Intracomm, output: torch.Tensor, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
-    """Reduce a contiguous tensor of a narrow dtype over the ranks of ``comm`` and keep this rank's equal part."""
-    received = torch.empty((comm.size, output.numel()), dtype=value.dtype)
-    comm.Alltoall(buf.move_buffer(value, comm.size), buf.move_buffer(received, comm.size))
-    output.copy_(reduce_parts(received.unbind(), op, wide).view(output.shape))
+    def _scratch(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+        needed = rows * columns * dtype.itemsize
+        if self._memory.numel() < needed:  # kept: new memory costs a page fault for every 4 KiB
+            self._memory = torch.empty(needed, dtype=torch.uint8)
+        return self._memory[:needed].view(dtype).view(rows, columns)
+
+    @torch.inference_mode()
+    def all_reduce(self, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
+        """Reduce a contiguous tensor of a narrow dtype over the ranks, in place."""
+        comm = self._comm
+        for flat in value.view(-1).split(min(_CHUNK, config().max_count)):
+            counts = part_counts(flat.numel(), comm.size)
+            own = counts[comm.rank]
+            received, parts = self._scratch(comm.size, own, flat.dtype), buf.vector_buffer(flat, counts)
+            comm.Alltoallv(parts, buf.vector_buffer(received, [own] * comm.size))
+            narrow = reduce_parts(received.unbind(), op, wide)
+            comm.Allgatherv(buf.move_buffer(narrow), parts)
+
+    @torch.inference_mode()
+    def reduce_scatter(self, output: torch.Tensor, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
+        """Reduce a contiguous tensor of a narrow dtype over the ranks and keep this rank's equal part."""
+        comm = self._comm
+        received = torch.empty((comm.size, output.numel()), dtype=value.dtype)
+        comm.Alltoall(buf.move_buffer(value, comm.size), buf.move_buffer(received, comm.size))
+        output.copy_(reduce_parts(received.unbind(), op, wide).view(output.shape))

@@ -35,6 +35,7 @@ class Reducer:
         self.name = name
         self.rank: int = comm.rank
         self.size: int = comm.size
+        self._narrower = _mpi_narrow.Narrow(comm)
         self._in_place = _mpi.mpi().IN_PLACE
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None
@@ -77,7 +78,7 @@ class Reducer:
             def run(_keep: torch.Tensor = tensor) -> None:
                 if self._narrow(spec, op, tensor):
                     value = buf.source(tensor)
-                    _mpi_narrow.all_reduce(comm, value, op.name, spec.compute_dtype)
+                    self._narrower.all_reduce(value, op.name, spec.compute_dtype)
                     buf.deliver(value, tensor)
                     return
                 value = tensor if direct else self._enter(spec, op, tensor)
@@ -138,7 +139,7 @@ class Reducer:
 
         def run() -> None:
             if self._narrow(spec, op, tensor):
-                _mpi_narrow.reduce_scatter(self.comm, output, buf.source(tensor), op.name, spec.compute_dtype)
+                self._narrower.reduce_scatter(output, buf.source(tensor), op.name, spec.compute_dtype)
                 return
             direct = self._direct(spec, op, tensor)
             value = buf.source(tensor, output) if direct else self._enter(spec, op, tensor)
