@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C import _distributed_c10d as _c10d
 from torch._C._profiler import _RecordFunctionFast
+from torch.utils._python_dispatch import _disable_current_modes
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -31,15 +32,24 @@ set_inflight_allowed: Callable[[bool], None] = _c10d._set_allow_inflight_collect
 registry_size: Callable[[], int] = _c10d._get_work_registry_size
 _register_work: Callable[[torch.Tensor, Any], Any] = _c10d._register_work
 _use_count: Callable[[int], int] = torch._C._storage_Use_Count
+_dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+_function_modes: Callable[[], int] = torch._C._len_torch_function_stack
+# sparse tensors and some wrappers have no storage
+has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 
 # torch.ops resolves names at run time, and at the first use: `import` stays cheap
 wait_tensor_op: Any = torch.ops._c10d_functional.wait_tensor
+
+_pop_works: Any = wait_tensor_op.default._op  # what the operator calls in the end
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
 WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
+# torch's registry is per thread; seen on 2.13 and 2.14: the operator looks into every thread's part, and pops the first
+# that has the storage. Where it was not tried, only the thread's own part is counted on.
+WAIT_TENSOR_FINDS_EVERY_THREAD: Final = _TORCH >= (2, 13)
 
 _OP_TYPES: Final = {
     name: getattr(_c10d.ReduceOp.RedOpType, name)
@@ -63,14 +73,36 @@ def premul_factor(op: Any) -> Any:
     return op.__getstate__()[1]
 
 
+def _hidden(function: Callable[..., Any], tensor: torch.Tensor) -> Any:
+    """Call ``function`` outside of active dispatch and function modes: what runs is no operation of the user."""
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        return function(tensor)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor with the storage of ``tensor``."""
+    alias: torch.Tensor = (
+        _hidden(torch.Tensor.detach, tensor) if _dispatch_modes() or _function_modes() else tensor.detach()
+    )
+    return alias
+
+
 def register_in_torch(tensor: torch.Tensor, handle: Any) -> None:
-    """Put ``handle`` into torch's own work registry under the storage of ``tensor``."""
+    """Put ``handle`` into torch's own work registry, in this thread's part, under the storage of ``tensor``."""
     _register_work(tensor, handle)
 
 
 def pop_from_torch(tensor: torch.Tensor) -> None:
-    """Pop everything torch's registry has for the storage; waiting is the only way it offers Python."""
-    wait_tensor_op(tensor)
+    """Pop what torch's registry has for the storage in one thread's part; waiting is the only way it offers."""
+    if _dispatch_modes() or _function_modes():
+        _hidden(_pop_works, tensor)
+    else:
+        _pop_works(tensor)
+
+
+def registers_elsewhere() -> bool:
+    """Say whether torch may file a work under another thread than this, so that only that thread finds it."""
+    return not WAIT_TENSOR_FINDS_EVERY_THREAD and torch._C._current_autograd_node() is not None
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -93,11 +125,6 @@ def _uses_of_one_tensor() -> int:
 def storage_is_shared(tensor: torch.Tensor) -> bool:
     """Say whether any other tensor holds the storage of ``tensor``."""
     return _storage_uses(tensor) > _uses_of_one_tensor()
-
-
-def has_storage(tensor: torch.Tensor) -> bool:
-    """Say whether the tensor has a storage at all (sparse tensors and some wrappers have none)."""
-    return bool(torch._C._has_storage(tensor))
 
 
 def timeout_s(value: Any, default: float) -> float:

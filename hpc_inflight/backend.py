@@ -6,9 +6,10 @@ from typing import Any
 
 from hpc_inflight import _mpi
 from hpc_inflight import _torch_compat as compat
+from hpc_inflight._c10d_identity import BACKEND, DEVICES
 from hpc_inflight.communicators.mpi import MPICommunicator
 from hpc_inflight.errors import InflightError, InvalidArgumentError
-from hpc_inflight.process_group import BACKEND, DEVICES, ProcessGroupInflight
+from hpc_inflight.process_group import ProcessGroupInflight
 
 
 def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:

@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_inflight import _torch_compat as compat
+from hpc_inflight import work_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from typing_extensions import Self
 
 
-@contextlib.contextmanager
-def allow_inflight_collective_as_graph_input() -> Iterator[None]:
+class allow_inflight_collective_as_graph_input(contextlib.ContextDecorator):  # noqa: N801  # torch's name, used as a function
     """Register what is issued inside with ``async_op=True``, so that a region compiled by torch can wait for it.
 
     **Local:** per thread, as torch's own flag is, and nests; collectives that other threads issue meanwhile are not
@@ -23,12 +23,24 @@ def allow_inflight_collective_as_graph_input() -> Iterator[None]:
 
     Only the issue needs to be inside; the wait may come later and anywhere.
     """
-    previous = compat.inflight_allowed()
-    compat.set_inflight_allowed(True)
-    try:
-        yield
-    finally:
+
+    # a class, because a generator would cost more than the registration of a work may
+
+    def __init__(self) -> None:
+        self._previous: list[bool] = []
+
+    def _recreate_cm(self) -> Self:
+        return type(self)()  # as a decorator: each call, in whatever thread, has its own
+
+    def __enter__(self) -> None:
+        self._previous.append(compat.inflight_allowed())
+        compat.set_inflight_allowed(True)
+
+    def __exit__(self, *_raised: object) -> None:
+        previous = self._previous.pop()
         compat.set_inflight_allowed(previous)
+        if not previous:
+            work_registry.sweep_few()  # what was forgotten must not linger because nothing is registered any more
 
 
 class _Wait(torch.autograd.Function):
@@ -44,6 +56,15 @@ class _Wait(torch.autograd.Function):
         return gradients[0]
 
 
+def _operator(tensor: torch.Tensor) -> torch.Tensor:
+    waited: torch.Tensor
+    if compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad:
+        waited = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
+    else:
+        waited = _Wait.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own signature
+    return waited
+
+
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for every registered work on the storage of ``tensor`` and return ``tensor``.
 
@@ -52,6 +73,9 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
     On CPU the host blocks until the data has arrived. Gradients pass through unchanged.
 
+    Several threads may wait for one tensor. Only torch's own operator, in a compiled region or called directly, has
+    an instant in which another thread's operator finds nothing: between taking the works and beginning to wait.
+
     Args:
         tensor: The output of the collective, or any tensor that shares its storage.
 
@@ -59,12 +83,11 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         The same data; use the returned tensor, so that the compiler keeps the order.
 
     Raises:
-        CollectiveTimeout: The group's timeout passed first.
+        CollectiveTimeout: The group's timeout passed first; the next wait waits on.
         InflightError: The collective failed.
     """
-    waited: torch.Tensor
-    if compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad:
-        waited = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
-    else:
-        waited = _Wait.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own signature
-    return waited
+    if torch.compiler.is_compiling():
+        return _operator(tensor)
+    # Our own registry first. The operator forgets the works before it waits for them, so a second thread that waits
+    # for the same tensor would find nothing and go on.
+    return work_registry.wait_by_tensor(tensor, _operator)

@@ -6,7 +6,6 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,16 +17,16 @@ from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
 from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
-    from hpc_inflight.communicators.base import Communicator, Operation
+    from datetime import timedelta
 
-BACKEND = "hpc_inflight"
-DEVICES = ("cpu", "cuda")
+    from hpc_inflight.communicators.base import Communicator, Operation
+from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 
 _DESTROYED = "was destroyed; make a new group, or issue before destroying it"
 _Tensors = Sequence[torch.Tensor]
 
 
-class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's stubs leave it Any
+class ProcessGroupInflight(GroupIdentity):
     """One c10d group on MPI; made by ``init_process_group`` and ``new_group`` with backend ``"hpc_inflight"``.
 
     Every collective method is collective over the group: all its ranks call it, in the same order. Roots and
@@ -42,81 +41,12 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
     """
 
     def __init__(self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float) -> None:
-        # without the store: torch's binding makes an overridable object only in this form
-        super().__init__(rank, size)
-        self._store = store
-        self._rank = rank
-        self._size = size
+        super().__init__(store, rank, size, timeout_s)
         self._comm: Communicator = communicator
-        self._timeout_s = timeout_s
-        self._name = self._desc = "undefined"
         self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
         self._coalescing_thread = 0
         self._ticket = group_set.add(self)
-
-    # identity, as c10d asks for it --------------------------------------------------------------------------
-
-    def getRank(self) -> int:
-        """Return this process's rank in the group."""
-        return self._rank
-
-    rank = getRank
-
-    def getSize(self) -> int:
-        """Return the number of ranks in the group."""
-        return self._size
-
-    size = getSize
-
-    def getBackendName(self) -> str:
-        """Return the name of the backend."""
-        return BACKEND
-
-    name = getBackendName
-
-    def getGroupName(self) -> str:
-        """Return the name that c10d gave the group."""
-        return self._name
-
-    def setGroupName(self, name: str) -> None:
-        """Set the name under which functional collectives and DeviceMesh find the group."""
-        self._name = name
-
-    _set_group_name = setGroupName
-
-    def getGroupDesc(self) -> str:
-        """Return the description that the user gave the group."""
-        return self._desc
-
-    def setGroupDesc(self, desc: str) -> None:
-        """Set the description."""
-        self._desc = desc
-
-    _set_group_desc = setGroupDesc
-
-    group_name = property(getGroupName)
-    group_desc = property(getGroupDesc)
-
-    def describe(self) -> str:
-        """Return the group's name and this rank's place in it, for messages."""
-        return f"group {self._name} (rank {self._rank} of {self._size})"
-
-    # what c10d's Python asks of a backend -------------------------------------------------------------------
-
-    def _get_backend(self, _device: Any) -> ProcessGroupInflight:
-        return self
-
-    def _get_backend_name(self) -> str:
-        return BACKEND
-
-    @property
-    def _device_types(self) -> list[torch.device]:
-        return [torch.device(device) for device in DEVICES]
-
-    def get_group_store(self) -> Any:
-        """Return the group's own view of the store."""
-        return self._store
 
     def split_group(
         self,
@@ -160,26 +90,6 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         return made
 
     splitGroup = split_group  # noqa: N815  # the name that torch's C++ looks for
-
-    def perform_nocolor_split(self, _device: Any) -> None:
-        """Do nothing: only the members of a new group take part in making it."""
-
-    def eager_connect_single_device(self, _device: Any) -> None:
-        """Do nothing: MPI is connected from the start."""
-
-    supports_splitting = True
-    supports_coalescing = True
-    supports_time_estimate = False
-
-    def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
-
-    set_timeout = _set_default_timeout
-
-    @property
-    def options(self) -> Any:
-        """Return c10d's options of a backend: the timeout."""
-        return compat.Options(BACKEND, timedelta(seconds=self._timeout_s))
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives issued so far."""
@@ -445,4 +355,4 @@ class ProcessGroupInflight(compat.BaseProcessGroup):  # type: ignore[misc]  # to
         return rank
 
 
-compat.keep_out_of_dynamo(ProcessGroupInflight, Work, DoneWork)
+compat.keep_out_of_dynamo(GroupIdentity, ProcessGroupInflight, Work, DoneWork)

@@ -76,6 +76,7 @@ class Completion:
             attached, self._future = self._future, None
         if attached is not None:
             self._resolve(*attached)
+            attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does
         if leave is not None:
             leave()
         self._done.release()

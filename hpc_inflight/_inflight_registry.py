@@ -1,0 +1,271 @@
+"""The list behind `work_registry`: storages with their records under one lock, and when torch's handles are popped.
+
+Popping runs ``wait`` of whatever else torch has for that storage, so it never happens under the lock. Meanwhile
+other threads that register on that storage wait for its end, for a moment at most: one that has registered a work
+must find it in torch's registry when it waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from hpc_inflight import _torch_compat as compat
+from hpc_inflight._inflight_storage import Entry, Handle, Record, Storage, this_thread
+from hpc_inflight._torch_compat import NO_TIMEOUT
+from hpc_inflight.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from datetime import timedelta
+
+_T = TypeVar("_T")
+
+_SWEEP_PER_REGISTRATION = 2  # more than one, so that the sweep gains on the issuer
+_FRUITLESS_POPS = 4  # a pop takes one thread's list, which may be of other works only
+_WAITS = 64  # for what other threads register during the wait; then they have to take what comes
+_PURGE_S = 0.2  # usually some microseconds; only a work of another package makes it longer
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Registry:
+    """Storages with their records, under one lock; see `work_registry` for what is counted."""
+
+    def __init__(self) -> None:
+        # re-entrant: dropping the last reference of a tensor or work can run Python that comes back here
+        self._lock = threading.RLock()
+        self._purged = threading.Condition(self._lock)
+        self._storages: OrderedDict[int, Storage] = OrderedDict()  # in the order in which the sweep looks at them
+        self.registered = self.by_tensor = self.by_work = self.unwaited = 0
+        self.wait_s = 0.0
+        self._held_up = 0  # threads that wait for the end of a purge
+
+    def register(self, tensor: torch.Tensor, work: object) -> None:
+        """Add a work, and look at a few storages for what has gone meanwhile."""
+        me = this_thread.token
+        with self._lock:
+            storage = self._storage_of(tensor, me)
+            record = Record(self._entry_of(work), storage, storage.stand_in(me), tensor)
+            storage.live[record] = record.entry.records[record] = None
+            if len(self._storages) == 1:
+                return
+            gone = self._sweep(_SWEEP_PER_REGISTRATION, me)
+        if gone:
+            self._purge(gone, quiet=True)
+
+    def _storage_of(self, tensor: torch.Tensor, me: object) -> Storage:
+        key = compat.storage_key(tensor)
+        storage = self._storages.get(key)
+        if storage is not None and storage.purger is not None and storage.purger is not me:
+            purged = storage
+            self._held_up += 1
+            self._purged.wait_for(lambda: purged.purger is None, _PURGE_S)
+            self._held_up -= 1
+            storage = self._storages.get(key)
+        if storage is None:
+            storage = self._storages[key] = Storage(self, tensor, key)
+        return storage
+
+    def _entry_of(self, work: object) -> Entry:
+        if not isinstance(work, Work) or type(work).wait is not Work.wait:
+            self.registered += 1
+            return Entry(None, work)
+        registration = work.registration
+        if not isinstance(registration, Entry) or not registration.records:
+            self.registered += 1
+            registration = work.registration = Entry(work.completion, work)
+        return registration
+
+    def close(self, entry: Entry) -> None:
+        """Remove a work that was waited by its own ``wait``."""
+        with self._lock:
+            self.by_work += bool(entry.records)
+            gone = self._remove(entry, this_thread.token)
+        if gone:
+            self._purge(gone)
+
+    def _remove(self, entry: Entry, me: object) -> list[Storage]:
+        """Remove a work's records and return the storages that this thread has to purge now."""
+        records, entry.records = entry.records, {}
+        gone = []
+        for record in records:
+            storage = record.storage
+            storage.live.pop(record, None)
+            record.slot.idle += 1
+            if not storage.live and storage.purger is None:
+                storage.purger = me
+                gone.append(storage)
+        return gone
+
+    def wait(self, storage: Storage, timeout: timedelta, handle: Handle | None = None) -> bool:
+        """Wait for every live work of a storage, for torch's ``wait_tensor`` (with a handle) or before it.
+
+        Raises:
+            Exception: The first failure, after the others were waited; or one is not complete at its deadline: it
+                and those after it stay, and the next wait finds them.
+        """
+        me = this_thread.token
+        with self._lock:
+            if handle is not None:
+                storage.popped(handle)
+            if not storage.live:
+                self._forget(storage)
+                return False
+            if handle is not None and storage.purger is me:
+                storage.swallowed = True  # registered while this thread purges, which puts a handle back at the end
+                return False
+            entries = list({record.entry: None for record in storage.live})
+            if handle is not None and not all(entry.completed() for entry in entries):
+                storage.put_back(me)  # before blocking: other threads must not find nothing meanwhile
+        return self._block(storage, entries, timeout, handle)
+
+    def _block(self, storage: Storage, entries: list[Entry], timeout: timedelta, handle: Handle | None) -> bool:
+        me = this_thread.token
+        ended: list[Entry] = []
+        failure: BaseException | None = None
+        started = time.perf_counter()
+        try:
+            for entry in entries:
+                failed = entry.block(timeout)
+                ended.append(entry)
+                failure = failure or failed
+        except Exception as error:  # noqa: BLE001  # a work of another package raises what it likes; raised below
+            failure = failure or error
+        except BaseException as error:  # noqa: BLE001  # an interrupt; raised below
+            failure = error
+        gone: list[Storage] = []
+        with self._lock:
+            self.wait_s += time.perf_counter() - started
+            for entry in ended:
+                self.by_tensor += bool(entry.records)
+                gone += self._remove(entry, me)
+            if handle is not None and storage.live:
+                storage.put_back(me)
+        left = handle is None and failure is None and storage in gone
+        if left:
+            gone.remove(storage)
+        if gone:
+            self._purge(gone)
+        if failure is not None:
+            raise failure
+        return left
+
+    def wait_by_tensor(self, tensor: torch.Tensor, operator: Callable[[torch.Tensor], _T]) -> _T:
+        """Wait for what is registered for a tensor and run ``wait_tensor``, as a purge of the handles.
+
+        That is also when nothing is registered: the operator must not take what another thread registers meanwhile.
+        """
+        if type(tensor) not in _PLAIN or not compat.has_storage(tensor):
+            return operator(tensor)
+        me = this_thread.token
+        for _ in range(_WAITS):
+            with self._lock:
+                storage = self._storage_of(tensor, me)
+                ours = storage.purger is None and not storage.live
+                if ours:
+                    storage.purger = me
+            if ours or self.wait(storage, NO_TIMEOUT):
+                try:
+                    return operator(tensor)
+                finally:
+                    self._purge([storage])
+            if storage.purger is me:
+                break
+        return operator(tensor)
+
+    def _purge(self, storages: list[Storage], *, quiet: bool = False) -> None:
+        """Pop the handles of storages of which this thread is the purger; never under the lock.
+
+        Raises:
+            Exception: Another package's work on that storage failed; not when ``quiet``, since nobody holds the data.
+        """
+        failure = None
+        try:
+            for storage in storages:
+                failure = self._pop_handles(storage) or failure
+        finally:
+            with self._lock:
+                for storage in storages:
+                    storage.purger = None
+                    if storage.swallowed:
+                        storage.swallowed = False
+                        if storage.live:
+                            storage.put_back(this_thread.token)
+                    self._forget(storage)
+                if self._held_up:
+                    self._purged.notify_all()
+        if failure is not None and not quiet:
+            raise failure
+
+    def _pop_handles(self, storage: Storage) -> Exception | None:
+        # handles in no slot are mostly those that a wait_tensor below us in this thread has taken and waits for next
+        fruitless = _FRUITLESS_POPS if storage.slots else 1
+        storage.slots = {}  # whoever registers meanwhile brings a new handle
+        failure = None
+        while storage.in_torch and fruitless:
+            before = len(storage.in_torch)
+            try:
+                compat.pop_from_torch(storage.alias)
+            except Exception as error:  # noqa: BLE001  # another package's; its caller raises it
+                failure = failure or error
+            fruitless -= len(storage.in_torch) >= before
+        return failure
+
+    def _forget(self, storage: Storage) -> None:
+        # one with handles left stays: new records must come to them, or a wait would not see all; see the sweep
+        if not (storage.live or storage.in_torch or storage.purger) and self._storages.get(storage.key) is storage:
+            del self._storages[storage.key]
+
+    def lost(self, handle: Handle) -> None:
+        """Note that torch dropped a handle without waiting for it, because a wait before it raised."""
+        storage = handle.storage
+        with self._lock:
+            storage.popped(handle)
+            if storage.live:
+                storage.put_back(this_thread.token)
+            self._forget(storage)
+
+    def _sweep(self, limit: int, me: object) -> list[Storage]:
+        """Look at some storages, remove what nobody can wait for, and return what this thread has to purge now."""
+        gone = []
+        for _ in range(min(limit, len(self._storages))):
+            key, storage = next(iter(self._storages.items()))
+            self._storages.move_to_end(key)
+            if storage.purger is not None:
+                continue
+            if not storage.live:  # handles are left, for which torch may want the thread that made them
+                if compat.WAIT_TENSOR_FINDS_EVERY_THREAD or me in storage.in_torch.values():
+                    storage.purger = me
+                    gone.append(storage)
+                continue
+            if compat.storage_is_shared(storage.alias):
+                continue
+            # the newest first: it is likely the last to complete, and one look is all that waiting for it may cost
+            if not all(record.entry.completed() for record in reversed(storage.live)):
+                continue
+            for record in storage.live:
+                # another output of the same work may still be alive and waited for: only this storage's records go
+                records = record.entry.records
+                records.pop(record, None)
+                self.unwaited += not records
+            storage.live = {}
+            storage.purger = me
+            gone.append(storage)
+        return gone
+
+    def sweep(self, limit: int | None = None) -> None:
+        """Remove what nobody can wait for: of all storages, or of at most ``limit``, if there are several."""
+        if len(self._storages) > (limit is not None):
+            with self._lock:
+                gone = self._sweep(len(self._storages) if limit is None else limit, this_thread.token)
+            if gone:
+                self._purge(gone, quiet=True)
+
+    def records(self) -> list[Record]:
+        """Return every live record."""
+        with self._lock:
+            return [record for storage in self._storages.values() for record in storage.live]

@@ -1,0 +1,209 @@
+"""What the registry of collectives in flight keeps for one storage, and what stands for it in torch's registry.
+
+torch keeps a list of works per thread and storage, and ``wait_tensor`` takes away one thread's whole list before it
+waits for the first of them; one that raises takes the others with it. So a handle does not stand for one work: its
+``wait`` waits for every live work of its storage, and any handle that torch still has is as good as any other.
+A thread's handles of a storage are counted in a `Slot`. Once ``wait_tensor`` has reached one of them, the whole
+slot is dropped, because from then on nobody can say which of the others torch still has.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from typing import TYPE_CHECKING, Any, Protocol
+
+from hpc_inflight import _torch_compat as compat
+from hpc_inflight._torch_compat import NO_TIMEOUT, BaseWork
+
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+    import torch
+
+    from hpc_inflight.work import Completion
+
+
+class _Thread(threading.local):
+    """A token of the running thread, never used again by another, as the system's own numbers are."""
+
+    def __init__(self) -> None:
+        self.token = object()
+
+
+this_thread = _Thread()
+
+
+class Owner(Protocol):
+    """What a storage and its handles ask of their registry."""
+
+    def wait(self, storage: Storage, timeout: timedelta, handle: Handle | None = None) -> bool:
+        """Wait for every live work of the storage."""
+
+    def lost(self, handle: Handle) -> None:
+        """Note that torch dropped a handle without waiting for it."""
+
+    def close(self, entry: Entry) -> None:
+        """Remove a work that was waited."""
+
+
+class Slot:
+    """One thread's handles of one storage that torch is known to have.
+
+    Attributes:
+        idle: How many of them stand for no live record, so that the next registration needs no new one.
+    """
+
+    __slots__ = ("idle",)
+
+    def __init__(self) -> None:
+        self.idle = 0
+
+
+class Storage:
+    """The registrations of one live storage.
+
+    Attributes:
+        registry: The registry that it belongs to.
+        alias: A tensor of our own: it keeps the storage, and so its key, from being reused.
+        key: `_torch_compat.storage_key` of it.
+        live: The records that nobody has waited for, oldest first.
+        slots: By thread.
+        in_torch: By the ``id`` of each handle that torch has not waited for or dropped, the thread it is of.
+        purger: The thread that is popping the handles at the moment.
+        swallowed: That thread popped a handle while there were live records.
+    """
+
+    __slots__ = ("alias", "in_torch", "key", "live", "purger", "registry", "slots", "swallowed")
+
+    def __init__(self, registry: Owner, tensor: torch.Tensor, key: int) -> None:
+        self.registry = registry
+        self.alias = compat.alias_of(tensor)
+        self.key = key
+        self.live: dict[Record, None] = {}
+        self.slots: dict[object, Slot] = {}
+        self.in_torch: dict[int, object] = {}
+        self.purger: object = None
+        self.swallowed = False
+
+    def stand_in(self, thread: object) -> Slot:
+        """Return the slot of one handle of this thread that stands for nothing else, from now on for a record."""
+        slot = self.slots.get(thread)
+        if slot is not None and slot.idle and not compat.registers_elsewhere():
+            slot.idle -= 1
+            return slot
+        return self.add_handle(thread)
+
+    def add_handle(self, thread: object) -> Slot:
+        """Give torch one more handle, from this thread, and return its slot."""
+        slot = self.slots.get(thread)
+        if slot is None:
+            slot = Slot()
+        handle = Handle()
+        handle.storage, handle.thread, handle.slot, handle.waited = self, thread, slot, False
+        compat.register_in_torch(self.alias, handle)
+        self.in_torch[id(handle)] = thread
+        self.slots[thread] = slot
+        return slot
+
+    def put_back(self, thread: object) -> None:
+        """Make sure that a ``wait_tensor`` finds a handle, after one was taken while there are live records."""
+        if not (self.slots if compat.WAIT_TENSOR_FINDS_EVERY_THREAD else thread in self.slots):
+            self.add_handle(thread).idle += 1
+
+    def popped(self, handle: Handle) -> None:
+        """Note that torch no longer has this handle."""
+        self.in_torch.pop(id(handle), None)
+        if self.slots.get(handle.thread) is handle.slot:
+            del self.slots[handle.thread]
+
+
+class Record:
+    """One work registered for one tensor."""
+
+    __slots__ = ("dtype", "entry", "shape", "slot", "storage")
+
+    def __init__(self, entry: Entry, storage: Storage, slot: Slot, tensor: torch.Tensor) -> None:
+        self.entry = entry
+        self.storage = storage
+        self.slot = slot
+        self.shape = tensor.shape
+        self.dtype = tensor.dtype
+
+
+class Entry:
+    """One registered work with all its records; what `hpc_inflight.work.Work.registration` holds.
+
+    Attributes:
+        completion: Of a work of this package. Not the work itself: it holds the output tensors, and the entry must
+            see when nobody else does.
+        work: A work of another package.
+        issued_at: ``time.monotonic()`` when it was issued, or registered.
+        records: None once it was waited.
+    """
+
+    __slots__ = ("completion", "issued_at", "records", "work")
+
+    def __init__(self, completion: Completion | None, work: Any) -> None:
+        self.completion = completion
+        self.work: Any = None if completion is not None else work
+        self.issued_at = time.monotonic() if completion is None else completion.issued_at
+        self.records: dict[Record, None] = {}
+
+    def completed(self) -> bool:
+        """Say whether the operation has ended, well or not."""
+        if self.completion is not None:
+            return self.completion.poll()
+        return bool(self.work.is_completed())
+
+    def block(self, timeout: timedelta) -> Exception | None:
+        """Block the host until the operation has ended, and return why it failed.
+
+        Raises:
+            Exception: It has not ended: the deadline passed.
+        """
+        if self.completion is not None:
+            if not self.completion.completed:
+                self.completion.block(compat.timeout_s(timeout, self.completion.timeout_s))
+            failure: Any = self.completion.exception
+            return failure  # type: ignore[no-any-return]  # an Exception, or what ends the interpreter anyway
+        try:
+            self.work.wait()
+        except Exception as error:
+            if not self.work.is_completed():
+                raise
+            return error
+        return None
+
+    def waited(self) -> None:
+        """Remove this work's records; called by ``Work.wait``."""
+        for record in self.records:
+            record.storage.registry.close(self)
+            return
+
+
+class Handle(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
+    """What torch's registry holds, and nobody else: so torch dropping it without a wait is seen, too."""
+
+    __slots__ = ("slot", "storage", "thread", "waited")
+
+    # no __init__: torch's own takes no arguments, and calling it from ours would be half of the cost
+    storage: Storage
+    thread: object
+    slot: Slot
+    waited: bool
+
+    def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
+        """Block the host until every live work of the storage is complete."""
+        self.waited = True
+        storage = self.storage
+        if storage.purger is this_thread.token and not storage.live:
+            storage.in_torch.pop(id(self), None)  # the frequent case, and no lock for it
+        else:
+            storage.registry.wait(storage, timeout, self)
+        return True
+
+    def __del__(self) -> None:
+        if not (self.waited or sys.is_finalizing()):
+            self.storage.registry.lost(self)
