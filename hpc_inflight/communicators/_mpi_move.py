@@ -25,8 +25,6 @@ _PAIRWISE_RANKS = 16
 class Mover(Reducer):
     """The moving half of the MPI communicator."""
 
-    own_tag: int  # above every tag of the user's messages
-
     def broadcast(self, tensor: torch.Tensor, root: int) -> Operation:
         """See `Communicator.broadcast`."""
         call, comm = "broadcast", self.comm

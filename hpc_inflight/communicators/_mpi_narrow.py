@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hpc_inflight._mpi import mpi
 from hpc_inflight.communicators import _mpi_buffers as buf
 from hpc_inflight.config import config
 
@@ -42,7 +43,7 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, wide: torch.dtype) -> t
         wide: The dtype to compute in.
 
     Returns:
-        The result in the parts' own dtype.
+        The first one, with the result.
     """
     first = parts[0]
     if op in _EXACT:  # rounds nothing, so it needs no wider type
@@ -66,8 +67,9 @@ def reduce_parts(parts: Sequence[torch.Tensor], op: str, wide: torch.dtype) -> t
 class Narrow:
     """The reductions of one communicator, with the memory that they share; one of them runs at a time."""
 
-    def __init__(self, comm: MPI.Intracomm) -> None:
+    def __init__(self, comm: MPI.Intracomm, tag: int) -> None:
         self._comm = comm
+        self._tag = tag
         self._memory = torch.empty(0, dtype=torch.uint8)
 
     def _scratch(self, rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
@@ -79,14 +81,18 @@ class Narrow:
     @torch.inference_mode()
     def all_reduce(self, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
         """Reduce a contiguous tensor of a narrow dtype over the ranks, in place."""
-        comm = self._comm
+        comm, rank = self._comm, self._comm.rank
+        peers = [peer for peer in range(comm.size) if peer != rank]
         for flat in value.view(-1).split(min(_CHUNK, config().max_count)):
             counts = part_counts(flat.numel(), comm.size)
-            own = counts[comm.rank]
-            received, parts = self._scratch(comm.size, own, flat.dtype), buf.vector_buffer(flat, counts)
-            comm.Alltoallv(parts, buf.vector_buffer(received, [own] * comm.size))
-            narrow = reduce_parts(received.unbind(), op, wide)
-            comm.Allgatherv(buf.move_buffer(narrow), parts)
+            parts = flat.split(counts)
+            received = self._scratch(len(peers), counts[rank], flat.dtype).unbind()
+            # not MPI_Alltoallv: it would copy this rank's own part, too
+            requests = [comm.Irecv(buf.move_buffer(r), p, self._tag) for p, r in zip(peers, received, strict=True)]
+            requests += [comm.Isend(buf.move_buffer(parts[p]), p, self._tag) for p in peers]
+            mpi().Request.Waitall(requests)
+            reduce_parts([parts[rank], *received], op, wide)
+            comm.Allgatherv(mpi().IN_PLACE, buf.vector_buffer(flat, counts))
 
     @torch.inference_mode()
     def reduce_scatter(self, output: torch.Tensor, value: torch.Tensor, op: str, wide: torch.dtype) -> None:

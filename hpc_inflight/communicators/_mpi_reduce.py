@@ -35,7 +35,9 @@ class Reducer:
         self.name = name
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self._narrower = _mpi_narrow.Narrow(comm)
+        # above every tag of the user's messages; MPI promises 32767 at least, and two more are for the barriers
+        self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2
+        self._narrower = _mpi_narrow.Narrow(comm, self.own_tag)
         self._in_place = _mpi.mpi().IN_PLACE
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None

@@ -47,8 +47,6 @@ class MPICommunicator(Mover):
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
-        # the highest tags are for messages of our own; MPI promises 32767 at least
-        self.own_tag = (comm.Get_attr(self._mpi.TAG_UB) or 32767) - 2
         self._unusable = ""  # why, once it is
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()

@@ -13,6 +13,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import init_device_mesh
 
 import hpc_inflight as hi
+from hpc_inflight._mpi import mpi
 from hpc_inflight.testing import assert_on_all_ranks, gather_on_all_ranks
 
 
@@ -98,6 +99,9 @@ def test_works_on_two_groups_from_two_threads(rank: int, size: int) -> None:
     threads = [threading.Thread(target=run, args=(i,)) for i in range(2)]
     for thread in threads:
         thread.start()
+    comm = mpi().COMM_WORLD  # and the program's own traffic meanwhile
+    for i in range(200):
+        assert comm.allreduce(rank + i) == size * (size - 1) // 2 + size * i
     for thread in threads:
         thread.join()
     assert totals == [200 * (size * (size - 1) / 2 + i * size) for i in range(2)]
