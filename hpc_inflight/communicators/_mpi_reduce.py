@@ -38,13 +38,14 @@ class Reducer:
         # above every tag of the user's messages; MPI promises 32767 at least, and two more are for the barriers
         self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2
         self._narrower = _mpi_narrow.Narrow(comm, self.own_tag)
+        self._unusable = ""  # why, once it is
         self._in_place = _mpi.mpi().IN_PLACE
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None
 
     def give_up(self, reason: str) -> None:
-        """Refuse every later operation; see the communicator."""
-        raise NotImplementedError
+        """Refuse every later operation: after a deadline the ranks may be at different operations."""
+        self._unusable = self._unusable or reason
 
     def _plan(self, call: str, op: Reduction, dtype: torch.dtype) -> _Plan:
         key = (op.name, dtype)

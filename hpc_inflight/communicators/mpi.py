@@ -47,7 +47,6 @@ class MPICommunicator(Mover):
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
-        self._unusable = ""  # why, once it is
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()
 
@@ -89,10 +88,6 @@ class MPICommunicator(Mover):
             error = caught
         completion.finish(error)
         return completion
-
-    def give_up(self, reason: str) -> None:
-        """Refuse every later operation: after a deadline the ranks may be at different operations."""
-        self._unusable = self._unusable or reason
 
     def _refuse(self) -> NoReturn:
         raise GroupDestroyedError(f"group {self.name} {self._unusable}")
