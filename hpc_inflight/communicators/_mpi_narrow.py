@@ -81,18 +81,20 @@ class Narrow:
     @torch.inference_mode()
     def all_reduce(self, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
         """Reduce a contiguous tensor of a narrow dtype over the ranks, in place."""
-        comm, rank = self._comm, self._comm.rank
-        peers = [peer for peer in range(comm.size) if peer != rank]
+        comm, rank, size = self._comm, self._comm.rank, self._comm.size
         for flat in value.view(-1).split(min(_CHUNK, config().max_count)):
-            counts = part_counts(flat.numel(), comm.size)
+            counts = part_counts(flat.numel(), size)
             parts = flat.split(counts)
-            received = self._scratch(len(peers), counts[rank], flat.dtype).unbind()
+            received = self._scratch(size - 1, counts[rank], flat.dtype).unbind()
             # not MPI_Alltoallv: it would copy this rank's own part, too
-            requests = [comm.Irecv(buf.move_buffer(r), p, self._tag) for p, r in zip(peers, received, strict=True)]
-            requests += [comm.Isend(buf.move_buffer(parts[p]), p, self._tag) for p in peers]
-            mpi().Request.Waitall(requests)
+            for step, landing in enumerate(received, 1):
+                to, source = (rank + step) % size, (rank - step) % size
+                comm.Sendrecv(buf.move_buffer(parts[to]), to, self._tag, buf.move_buffer(landing), source, self._tag)
             reduce_parts([parts[rank], *received], op, wide)
-            comm.Allgatherv(mpi().IN_PLACE, buf.vector_buffer(flat, counts))
+            if counts[0] == counts[-1]:
+                comm.Allgather(mpi().IN_PLACE, buf.move_buffer(flat, size))
+            else:
+                comm.Allgatherv(mpi().IN_PLACE, buf.vector_buffer(flat, counts))
 
     @torch.inference_mode()
     def reduce_scatter(self, output: torch.Tensor, value: torch.Tensor, op: str, wide: torch.dtype) -> None:
