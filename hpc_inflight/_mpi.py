@@ -159,8 +159,15 @@ def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
 def abandon(request: Any, buffer: object = None) -> None:
     """Keep a request that nobody will wait for, and its buffer, until MPI is done with it."""
     with _abandoned_lock:
-        _abandoned[:] = [kept for kept in _abandoned if not kept[0].Test()]
+        _abandoned[:] = [kept for kept in _abandoned if not _ended(kept[0])]
         _abandoned.append((request, buffer))
+
+
+def _ended(request: Any) -> bool:
+    try:
+        return bool(request.Test())
+    except mpi().Exception:  # it failed, which whoever gave it up has been told; MPI is done with it
+        return True
 
 
 def poll(done: Callable[[], bool], timeout_s: float) -> bool:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight._mpi import mpi
+from hpc_inflight._mpi import abandon, mpi
 from hpc_inflight.communicators import _mpi_buffers as buf
 
 if TYPE_CHECKING:
@@ -32,11 +32,20 @@ def exchange(
     rank = comm.rank
     landing = {peer: buf.target(tensor) for peer, tensor in receives.items() if peer != rank}
     leaving = {peer: _apart(tensor, receives) for peer, tensor in sends.items()}
-    requests: list[Any] = [comm.Irecv(buf.move_buffer(tensor), peer, tag) for peer, tensor in landing.items()]
-    requests += [comm.Isend(buf.move_buffer(tensor), peer, tag) for peer, tensor in leaving.items() if peer != rank]
-    if rank in receives:
-        buf.copy(leaving[rank], receives[rank])
-    mpi().Request.Waitall(requests)
+    requests: list[Any] = []
+    try:
+        for peer, tensor in landing.items():
+            requests.append(comm.Irecv(buf.move_buffer(tensor), peer, tag))
+        for peer, tensor in leaving.items():
+            if peer != rank:
+                requests.append(comm.Isend(buf.move_buffer(tensor), peer, tag))
+        if rank in receives:
+            buf.copy(leaving[rank], receives[rank])
+        mpi().Request.Waitall(requests)
+    except BaseException:
+        for request in requests:  # one failed: MPI may still read and write the memory of the others
+            abandon(request, (landing, leaving))
+        raise
     for peer, tensor in landing.items():
         buf.deliver(tensor, receives[peer])
 
