@@ -26,11 +26,14 @@ from hpc_inflight.errors import (
     InflightError,
     InvalidArgumentError,
     LaunchError,
+    MissedWaitWarning,
     MPIUnavailableError,
     NotInitializedError,
     StoreError,
     StoreTimeout,
     UnsupportedError,
+    UnwaitedError,
+    UnwaitedWarning,
 )
 from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
 from hpc_inflight.group_set import groups, wait_for_all_pending_works
@@ -49,10 +52,13 @@ __all__ = [
     "InvalidArgumentError",
     "LaunchError",
     "MPIUnavailableError",
+    "MissedWaitWarning",
     "NotInitializedError",
     "StoreError",
     "StoreTimeout",
     "UnsupportedError",
+    "UnwaitedError",
+    "UnwaitedWarning",
     "World",
     "allow_inflight_collective_as_graph_input",
     "finalize",

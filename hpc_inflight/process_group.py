@@ -139,7 +139,8 @@ class ProcessGroupInflight(GroupIdentity):
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
             for tensor in outputs:
-                work_registry.register_work(tensor, work)
+                if compat.has_storage(tensor):  # else nothing could wait for it by tensor
+                    work_registry.register(tensor, work)
         if self._coalescing is not None and self._coalesces():
             self._coalescing.append(work)
         return work
