@@ -15,12 +15,14 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 
 from __future__ import annotations
 
-from hpc_inflight import backend, store
+from hpc_inflight import backend, capture, store, watchdog
 from hpc_inflight.bootstrap import World, finalize, init, world
+from hpc_inflight.capture import graph
 from hpc_inflight.errors import (
     AlreadyInitializedError,
     CollectiveMismatch,
     CollectiveTimeout,
+    CommunicatorAborted,
     DrainTimeout,
     GroupDestroyedError,
     InflightError,
@@ -45,6 +47,7 @@ __all__ = [
     "AlreadyInitializedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CommunicatorAborted",
     "DrainTimeout",
     "GroupDestroyedError",
     "InflightError",
@@ -62,6 +65,7 @@ __all__ = [
     "World",
     "allow_inflight_collective_as_graph_input",
     "finalize",
+    "graph",
     "groups",
     "inflight",
     "init",
@@ -72,4 +76,6 @@ __all__ = [
 ]
 
 backend.register()
+capture.register()
+watchdog.register()
 store.register_rendezvous()
