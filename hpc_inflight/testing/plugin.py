@@ -8,7 +8,9 @@ launcher with ``-x --with-mpi``. Then
 - the session fails when ranks passed different numbers of tests, or none;
 - a failed session ends the job, so that no rank waits for one that stopped;
 - the fixture `fully_collective` fails a test in which ranks issued different numbers of collectives, or which left
-  something registered or pending.
+  something registered or pending;
+- the fixtures `device` and `late` let one test run on CPU tensors or, with ``HPC_INFLIGHT_TEST_DEVICE=cuda``, on
+  tensors of the rank's GPU, with data that arrives late there, too.
 """
 
 from __future__ import annotations
@@ -22,12 +24,14 @@ import time
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hpc_inflight as hi
 from hpc_inflight import _mpi, _torch_compat, group_set, work_registry
 from hpc_inflight._torch_compat import sequence_number
 from hpc_inflight.testing.asserts import gather_on_all_ranks
+from hpc_inflight.testing.late import DEVICE_VARIABLE, Late, requested_device_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -144,10 +148,25 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[hi.World]:
     """The world that `hpc_inflight.init` makes, for the whole session."""
-    made = hi.init(timeout_s=60)
+    made = hi.init(timeout_s=60, device="cpu" if requested_device_type() == "cpu" else None)
     yield made
     if not request.session.testsfailed:  # else the others may be elsewhere, and the job ends in a moment
         hi.finalize()
+
+
+@pytest.fixture(scope="session")
+def device(world: hi.World) -> torch.device:
+    """Where tests that run on any device put their tensors: the CPU, or this rank's GPU."""
+    kind = requested_device_type()
+    if kind == "cuda" and world.device.type != "cuda":
+        pytest.fail(f"{DEVICE_VARIABLE}=cuda: this rank has no GPU that torch {torch.__version__} can use")
+    return world.device if kind == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def late(world: hi.World, device: torch.device) -> Late:
+    """What makes the data of rank 0 arrive late on the others, on that device."""
+    return Late(device, world.rank)
 
 
 @pytest.fixture

@@ -58,8 +58,10 @@ def in_flight() -> list[str]:
 
 @waits
 @pytest.mark.parametrize("late", [0, 1])
-def test_works_that_two_threads_registered_on_one_tensor_are_both_waited(wait: Callable[..., Any], late: int) -> None:
-    tensor = torch.zeros(3)
+def test_works_that_two_threads_registered_on_one_tensor_are_both_waited(
+    wait: Callable[..., Any], late: int, device: torch.device
+) -> None:
+    tensor = torch.zeros(3, device=device)
     mine, _ = issue(tensor, "mine", 0.05)
     other, _ = in_thread(lambda: issue(tensor, "other", 0.05))
     (mine, other)[1 - late].finish()
@@ -71,7 +73,7 @@ def test_works_that_two_threads_registered_on_one_tensor_are_both_waited(wait: C
     assert (registry_size(), in_thread(registry_size)) == (0, 0)
 
 
-def test_storages_that_two_threads_registered_are_freed() -> None:
+def test_storages_that_two_threads_registered_are_freed(device: torch.device) -> None:
     meet = threading.Barrier(2)
     box: list[Any] = []
 
@@ -86,7 +88,7 @@ def test_storages_that_two_threads_registered_are_freed() -> None:
     thread = start(second)
     storages = []
     for _ in range(40):
-        box[:] = [torch.ones(8)]
+        box[:] = [torch.ones(8, device=device)]
         storages.append(StorageWeakRef(box[0].untyped_storage()))
         first, work = issue(box[0])
         meet.wait(30)
@@ -104,8 +106,10 @@ def test_storages_that_two_threads_registered_are_freed() -> None:
 
 
 @waits
-def test_a_second_thread_that_waits_returns_after_the_data_arrived(wait: Callable[..., Any]) -> None:
-    tensor = torch.zeros(3)
+def test_a_second_thread_that_waits_returns_after_the_data_arrived(
+    wait: Callable[..., Any], device: torch.device
+) -> None:
+    tensor = torch.zeros(3, device=device)
     completion, _ = issue(tensor)
     first = start(lambda: wait(tensor))
     time.sleep(0.1)
@@ -126,8 +130,8 @@ def test_a_second_thread_that_waits_returns_after_the_data_arrived(wait: Callabl
     assert registry_size() == 0
 
 
-def test_a_work_registered_while_another_thread_waits_is_found() -> None:
-    tensor = torch.zeros(3)
+def test_a_work_registered_while_another_thread_waits_is_found(device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
     early, _ = issue(tensor, "early")
     thread = start(lambda: stock_wait(tensor))
     time.sleep(0.1)
@@ -142,9 +146,9 @@ def test_a_work_registered_while_another_thread_waits_is_found() -> None:
     assert registry_size() == 0
 
 
-def test_registering_and_purging_threads_lose_nothing() -> None:
+def test_registering_and_purging_threads_lose_nothing(device: torch.device) -> None:
     # two threads, one storage: each waits by torch's operator for what it registered, while the other's wait purges
-    tensor = torch.zeros(64)
+    tensor = torch.zeros(64, device=device)
     missed: list[int] = []
 
     def run() -> int:
@@ -174,8 +178,8 @@ def test_registering_and_purging_threads_lose_nothing() -> None:
 
 
 @waits
-def test_a_wait_that_timed_out_can_be_repeated(wait: Callable[..., Any]) -> None:
-    tensor = torch.zeros(3)
+def test_a_wait_that_timed_out_can_be_repeated(wait: Callable[..., Any], device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
     completion, _ = issue(tensor, "slow", 0.05)
     for _ in range(3):
         with pytest.raises(hi.CollectiveTimeout, match="slow"):
@@ -189,8 +193,8 @@ def test_a_wait_that_timed_out_can_be_repeated(wait: Callable[..., Any]) -> None
 
 
 @waits
-def test_a_failed_work_does_not_hide_the_others(wait: Callable[..., Any]) -> None:
-    tensor = torch.zeros(3)
+def test_a_failed_work_does_not_hide_the_others(wait: Callable[..., Any], device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
     failed, _ = issue(tensor, "failed")
     slow, _ = issue(tensor, "slow")
     failed.finish(RuntimeError("boom"))
@@ -206,12 +210,12 @@ def test_a_failed_work_does_not_hide_the_others(wait: Callable[..., Any]) -> Non
     timer.join()
 
 
-def test_a_failed_work_of_another_package_takes_none_of_ours_with_it() -> None:
+def test_a_failed_work_of_another_package_takes_none_of_ours_with_it(device: torch.device) -> None:
     class Failing(dist.Work):
         def wait(self, _timeout: object = None) -> bool:
             raise RuntimeError("foreign")
 
-    tensor = torch.zeros(3)
+    tensor = torch.zeros(3, device=device)
     foreign = Failing()
     compat._register_work(tensor, foreign)
     completion, _ = issue(tensor, "ours", 0.05)
@@ -225,14 +229,14 @@ def test_a_failed_work_of_another_package_takes_none_of_ours_with_it() -> None:
     assert registry_size() == 0
 
 
-def test_a_slow_work_of_another_package_holds_up_nobody_else() -> None:
+def test_a_slow_work_of_another_package_holds_up_nobody_else(device: torch.device) -> None:
     release = threading.Event()
 
     class Slow(dist.Work):
         def wait(self, _timeout: object = None) -> bool:
             return release.wait(30)
 
-    tensor = torch.zeros(3)
+    tensor = torch.zeros(3, device=device)
     slow = Slow()
     compat._register_work(tensor, slow)
     completion, work = issue(tensor)
@@ -240,7 +244,7 @@ def test_a_slow_work_of_another_package_holds_up_nobody_else() -> None:
     thread = start(work.wait)
     time.sleep(0.1)
     started = time.monotonic()
-    second, second_work = issue(torch.zeros(1))
+    second, second_work = issue(torch.zeros(1, device=device))
     third, third_work = issue(tensor)
     assert time.monotonic() - started < 1
     for ended in (second, third):
@@ -258,8 +262,8 @@ def test_a_slow_work_of_another_package_holds_up_nobody_else() -> None:
 
 
 @pytest.mark.parametrize("by", ["work", "tensor"])
-def test_a_buffer_that_is_always_in_flight_gathers_no_handles(by: str) -> None:
-    flat = torch.zeros(1000)
+def test_a_buffer_that_is_always_in_flight_gathers_no_handles(by: str, device: torch.device) -> None:
+    flat = torch.zeros(1000, device=device)
     previous, previous_work = issue(flat[:10])
     for number in range(2000 if by == "work" else 100):
         completion, work = issue(flat[:10] if number % 2 else flat[500:510], "op", 1e-3)
@@ -277,8 +281,8 @@ def test_a_buffer_that_is_always_in_flight_gathers_no_handles(by: str) -> None:
     assert registry_size() == 0
 
 
-def test_two_threads_that_take_turns_on_a_buffer_gather_no_handles() -> None:
-    flat = torch.zeros(100)
+def test_two_threads_that_take_turns_on_a_buffer_gather_no_handles(device: torch.device) -> None:
+    flat = torch.zeros(100, device=device)
     turns = [threading.Semaphore(1), threading.Semaphore(0)]
     box = [issue(flat)]
     sizes = []
@@ -306,10 +310,10 @@ def test_two_threads_that_take_turns_on_a_buffer_gather_no_handles() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["one tensor", "a tensor each"])
-def test_the_cost_does_not_grow_with_what_is_in_flight(own: bool) -> None:
+def test_the_cost_does_not_grow_with_what_is_in_flight(own: bool, device: torch.device) -> None:
     def costs(number: int) -> float:
-        shared = torch.zeros(10)
-        tensors = [torch.zeros(10) if own else shared for _ in range(number)]
+        shared = torch.zeros(10, device=device)
+        tensors = [torch.zeros(10, device=device) if own else shared for _ in range(number)]
         started = time.process_time()
         issued = [issue(tensor) for tensor in tensors]
         for completion, work in issued:
@@ -322,12 +326,12 @@ def test_the_cost_does_not_grow_with_what_is_in_flight(own: bool) -> None:
     assert min(costs(6000) for _ in range(2)) < 5 * few
 
 
-def test_the_outputs_of_one_work_are_swept_in_linear_time() -> None:
+def test_the_outputs_of_one_work_are_swept_in_linear_time(device: torch.device) -> None:
     def cost(number: int) -> float:
         before = work_registry.counts().unwaited
         completion = Completion("op", "group", 1, 30.0)
         work = Work(completion, ())
-        outputs = [torch.zeros(1) for _ in range(number)]
+        outputs = [torch.zeros(1, device=device) for _ in range(number)]
         for output in outputs:
             hi.register_work(output, work)
         completion.finish()
@@ -348,11 +352,11 @@ def test_the_outputs_of_one_work_are_swept_in_linear_time() -> None:
     assert cost(4000) < 5 * few
 
 
-def test_a_work_whose_future_was_dropped_goes() -> None:
+def test_a_work_whose_future_was_dropped_goes(device: torch.device) -> None:
     before = work_registry.counts().unwaited
     for _ in range(50):
         with hi.allow_inflight_collective_as_graph_input():
-            work = dist.all_reduce(torch.ones(1000), async_op=True)
+            work = dist.all_reduce(torch.ones(1000, device=device), async_op=True)
         work.get_future().wait()
         del work
     hi.wait_for_all_pending_works(timeout_s=10)
@@ -362,8 +366,8 @@ def test_a_work_whose_future_was_dropped_goes() -> None:
     assert work_registry.counts().unwaited - before == 50
 
 
-def test_forgotten_works_go_at_the_end_of_a_context() -> None:
-    tensors = [torch.zeros(4) for _ in range(4)]
+def test_forgotten_works_go_at_the_end_of_a_context(device: torch.device) -> None:
+    tensors = [torch.zeros(4, device=device) for _ in range(4)]
     for tensor in tensors:
         issue(tensor)[0].finish()
     del tensor
@@ -375,8 +379,8 @@ def test_forgotten_works_go_at_the_end_of_a_context() -> None:
     assert registry_size() == 0
 
 
-def test_the_registry_keeps_nothing_about_storages_that_went() -> None:
-    tensor = torch.zeros(3)
+def test_the_registry_keeps_nothing_about_storages_that_went(device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
     for _ in range(1000):
         completion, work = issue(tensor)
         completion.finish()
@@ -387,7 +391,7 @@ def test_the_registry_keeps_nothing_about_storages_that_went() -> None:
 # ------------------------------------------------------------------------------------------------ modes
 
 
-def test_a_dispatch_mode_sees_nothing_of_the_registry() -> None:
+def test_a_dispatch_mode_sees_nothing_of_the_registry(device: torch.device) -> None:
     seen: list[str] = []
 
     class Log(TorchDispatchMode):
@@ -395,7 +399,7 @@ def test_a_dispatch_mode_sees_nothing_of_the_registry() -> None:
             seen.append(str(func))
             return func(*args, **(kwargs or {}))
 
-    tensor = torch.zeros(3)
+    tensor = torch.zeros(3, device=device)
     with Log():  # type: ignore[no-untyped-call]  # torch's own
         completion, work = issue(tensor)
         completion.finish()
@@ -404,8 +408,8 @@ def test_a_dispatch_mode_sees_nothing_of_the_registry() -> None:
     assert registry_size() == 0
 
 
-def test_a_work_is_waited_under_fake_tensors() -> None:
-    tensor = torch.zeros(3)
+def test_a_work_is_waited_under_fake_tensors(device: torch.device) -> None:
+    tensor = torch.zeros(3, device=device)
     completion, work = issue(tensor)
     completion.finish()
     with FakeTensorMode():
