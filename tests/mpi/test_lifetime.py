@@ -18,16 +18,20 @@ from torch.distributed import distributed_c10d as c10d
 import hpc_inflight as hi
 from hpc_inflight import config as config_module
 from hpc_inflight._torch_compat import registry_size
+from hpc_inflight.testing import wait_until
 
 
-def group_of(size: int, **settings: Any) -> Any:
-    return dist.new_group(list(range(size)), **settings)
+def group_of(size: int, timeout_s: float | None = None) -> Any:
+    group: Any = dist.new_group(list(range(size)))
+    if timeout_s is not None:  # not earlier: it holds for making the group, too
+        group.set_timeout(timedelta(seconds=timeout_s))
+    return group
 
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("ending", ["abort", "destroy"])
 def test_a_pending_receive_keeps_its_buffer_beyond_its_group(rank: int, size: int, ending: str) -> None:
-    group = group_of(size, timeout=timedelta(seconds=0.3))
+    group = group_of(size, timeout_s=0.3)
     if rank == 1:
         group.recv([torch.empty(300_000)], 0, 0)
         if ending == "abort":
@@ -54,7 +58,7 @@ def test_abort_fails_what_is_enqueued(rank: int, size: int) -> None:
     group = group_of(size)
     if rank == 1:
         works = [group.allreduce([torch.ones(2)]) for _ in range(3)]  # rank 0 never comes
-        time.sleep(0.05)
+        wait_until(group._comm._worker._executing.locked)  # the first one runs: it is no longer enqueued
         group.abort()
         assert not works[-1].is_completed()
     dist.barrier()
@@ -63,7 +67,7 @@ def test_abort_fails_what_is_enqueued(rank: int, size: int) -> None:
     if rank == 1:
         for work in works[1:]:
             with pytest.raises(hi.GroupDestroyedError, match="was aborted before this ran"):
-                work.wait(timedelta(seconds=20))
+                work.wait(timedelta(seconds=60))
     dist.barrier()
     if rank != 1:
         group.abort()
@@ -72,7 +76,7 @@ def test_abort_fails_what_is_enqueued(rank: int, size: int) -> None:
 def test_after_a_timed_out_barrier_the_group_refuses(rank: int, size: int) -> None:
     if size == 1:
         pytest.skip("one rank waits for nobody")
-    group = group_of(size, timeout=timedelta(seconds=0.3))
+    group = group_of(size, timeout_s=0.3)
     if rank == 0:
         with pytest.raises(hi.CollectiveTimeout):
             dist.barrier(group)
@@ -89,7 +93,7 @@ def test_monitored_barrier_behind_what_is_enqueued(rank: int, size: int) -> None
     tensor = torch.full((500_000,), 1.0)
     for _ in range(3):
         group.allreduce([tensor], _max())
-    group.monitored_barrier(timedelta(seconds=20))
+    group.monitored_barrier(timedelta(seconds=60))
     dist.destroy_process_group(group)
 
 
