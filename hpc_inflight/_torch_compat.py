@@ -219,6 +219,25 @@ def keep_out_of_dynamo(*classes: type) -> None:
                 frames.set_code_exec_strategy(function.__code__, skip)
 
 
+def cuda_cycles_per_s(device: torch.device) -> float:
+    """Measure how many cycles of `cuda_sleep` last a second, on the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 20_000_000
+    for _ in range(2):  # the first one wakes the device up
+        with torch.cuda.device(device):
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+    return 1e3 * cycles / float(begin.elapsed_time(end))
+
+
+def cuda_sleep(device: torch.device, cycles: float) -> None:
+    """Keep the current stream of a device busy; the host does not wait."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(cycles))
+
+
 class Options(BackendOptions):  # type: ignore[misc]  # torch's stubs leave it Any
     """c10d's options of a backend, which split_group copies."""
 
