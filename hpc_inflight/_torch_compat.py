@@ -201,3 +201,12 @@ class Options(BackendOptions):  # type: ignore[misc]  # torch's stubs leave it A
 
     def __deepcopy__(self, _memo: object) -> Options:
         return Options(self.backend, self._timeout)
+
+
+# CUDA: the names below exist only where torch was built for it, so they are looked up at the first use -------------
+
+
+def cuda_functions() -> tuple[Callable[[int], int], Callable[[], int], Callable[[], bool]]:
+    """Return what gives a device's current stream as a raw handle, the current device, and whether it is capturing."""
+    c: Any = torch._C
+    return c._cuda_getCurrentRawStream, c._cuda_getDevice, c._cuda_isCurrentStreamCapturing

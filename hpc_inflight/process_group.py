@@ -13,13 +13,15 @@ import torch
 from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _mpi, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
+from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
 from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from hpc_inflight.communicators.base import Communicator, Operation
+    from hpc_inflight.communicators.mpi import MPICommunicator
+    from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 
 _DESTROYED = "was destroyed; make a new group, or issue before destroying it"
@@ -40,12 +42,18 @@ class ProcessGroupInflight(GroupIdentity):
         UnsupportedError: A device, layout, dtype or operator that is not defined, before any communication.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, communicator: MPICommunicator, timeout_s: float) -> None:
         super().__init__(store, rank, size, timeout_s)
-        self._comm: Communicator = communicator
+        self._comm = communicator
+        self._nccl: NCCLCommunicator | None = None  # made at the first use of a CUDA tensor
+        self._nccl_index = -1
+        self._nccl_failure: InflightError | None = None
+        self._nccl_lock = threading.Lock()
         self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
         self._coalescing_thread = 0
+        self._call_is_open = False  # in such a block: a call was begun and has issued nothing yet
+        self._flushed: list[Any] = []  # works of a block that had to end early
         self._ticket = group_set.add(self)
 
     def split_group(
@@ -73,7 +81,7 @@ class ProcessGroupInflight(GroupIdentity):
             InvalidArgumentError: Ranks outside the group, or a rank twice.
             CollectiveTimeout: A member did not come.
         """
-        comm, ranks = self._open("split_group"), sorted(new_ranks)
+        comm, ranks = self._open_mpi("split_group"), sorted(new_ranks)
         if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= self._size:
             msg = f"split_group: {list(new_ranks)} are not distinct ranks of {self.describe()}"
             raise InvalidArgumentError(msg)
@@ -93,7 +101,7 @@ class ProcessGroupInflight(GroupIdentity):
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives issued so far."""
-        return self._comm.seq
+        return self._comm.seq + (0 if self._nccl is None else self._nccl.seq)
 
     def _set_sequence_number_for_group(self) -> None:
         """Sequence numbers start at 1 with the group; there is nothing to exchange."""
@@ -101,28 +109,58 @@ class ProcessGroupInflight(GroupIdentity):
     # issuing ------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any = None
+        self,
+        comm: Communicator,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any = None,
     ) -> Any:
         if compat.profiler_enabled():
-            return self._issue_profiled(op, operations, outputs, opts, timeout)
-        is_async = opts is None or forms.is_async(opts) or self._coalesces()
-        if not is_async and (done := self._comm.run_now(operations)) is not None:
+            return self._issue_profiled(comm, op, operations, outputs, opts, timeout)
+        is_async = opts is None or forms.is_async(opts)
+        if self._coalescing is not None and self._coalesces():
+            return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
+        if not is_async and (done := comm.run_now(operations)) is not None:
             return done
         if timeout is None and opts is not None:
             timeout = opts.timeout
-        work = self._comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
-        return self._issued(work, outputs) if is_async else work
+        work = comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+        if is_async and compat.inflight_allowed():
+            self._register(work, outputs)
+        return work
+
+    def _issue_in_block(
+        self, comm: Communicator, op: str, operations: Sequence[Operation], outputs: _Tensors, *, is_async: bool
+    ) -> Any:
+        work = self._issued(comm.enqueue(op, operations, outputs, self._timeout_s), outputs)
+        # c10d waits at once for what is synchronous, and an NCCL operation is launched at the end of the block only
+        return work if is_async or comm is self._comm else DoneWork()
 
     def _issue_profiled(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
+        self,
+        comm: Communicator,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any,
     ) -> Any:
-        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts) or self._coalesces()
+        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts)
+        if self._coalesces():
+            with compat.record_shapes(name, outputs):
+                return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
         if not is_async:
             with compat.record_shapes(name, outputs):
-                done = self._comm.run_now(operations)
+                done = comm.run_now(operations)
             if done is not None:
                 return done
         timeout = opts.timeout if timeout is None and opts is not None else timeout
+        if comm is not self._comm:  # the profiler shows kernels on their streams by itself
+            with compat.record_shapes(name, outputs):
+                work = comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+            return self._issued(work, outputs) if is_async else work
         end = compat.begin_span(f"{name} (in flight)")
 
         def run() -> None:
@@ -133,21 +171,91 @@ class ProcessGroupInflight(GroupIdentity):
                 end()  # before the work is complete: whoever waited for it may end the profiler next
 
         with compat.record_shapes(name, outputs):
-            work = self._comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
+            work = comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
         return self._issued(work, outputs) if is_async else work
 
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
-            for tensor in outputs:
-                work_registry.register_work(tensor, work)
+            self._register(work, outputs)
         if self._coalescing is not None and self._coalesces():
+            self._call_is_open = False
             self._coalescing.append(work)
         return work
 
-    def _open(self, call: str) -> Communicator:
+    @staticmethod
+    def _register(work: Any, outputs: _Tensors) -> None:
+        for tensor in outputs:
+            work_registry.register_work(tensor, work)
+
+    def _open_mpi(self, call: str) -> MPICommunicator:
         if self._closed:
             raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
         return self._comm
+
+    def _open(self, call: str, tensor: torch.Tensor) -> Communicator:
+        """Return the communicator for the tensor's device; the call has to check that its other tensors are there."""
+        if self._closed:
+            raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
+        if self._coalescing is not None and self._coalesces():
+            self._note_call()
+        if not tensor.is_cuda:
+            return self._comm
+        if tensor.get_device() == self._nccl_index:
+            return self._nccl  # type: ignore[return-value]  # there is one when there is an index
+        return self._open_nccl(call, tensor.get_device())
+
+    def _open_nccl(self, call: str, index: int) -> NCCLCommunicator:
+        """Return the NCCL communicator, making it at the first use: all ranks come here then.
+
+        A failure is final for this group: its ranks may be at different operations. CPU tensors are not affected.
+        """
+        from hpc_inflight.communicators.nccl import NCCLCommunicator
+
+        with self._nccl_lock:
+            if self._nccl_failure is not None:
+                raise self._nccl_failure.with_traceback(None)
+            if self._nccl is None:
+                try:
+                    comm = self._comm
+                    made = NCCLCommunicator(comm.comm, comm.spare_tag, self._name, index, self._timeout_s)
+                except InvalidArgumentError:
+                    raise  # before anything was tried
+                except InflightError as error:
+                    self._nccl_failure = error
+                    raise
+                self._nccl, self._nccl_index = made, index
+            if index != self._nccl_index:
+                msg = (
+                    f"{call}: the tensor is on cuda:{index}; {self.describe()} uses cuda:{self._nccl_index}, as its first "
+                    "operation on CUDA tensors did; move the tensor, or make another group"
+                )
+                raise InvalidArgumentError(msg)
+            return self._nccl
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Make the NCCL communicator now; c10d calls this where a group is made with ``device_id``.
+
+        **Collective:** over the group.
+
+        Raises:
+            NCCLUnavailableError: A rank has no usable GPU, CuPy or NCCL, or two ranks have the same GPU.
+            NCCLError: NCCL failed on a rank.
+            CollectiveTimeout: A rank did not come.
+        """
+        device = torch.device(device)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._open_nccl("init_process_group", index)
+            self.bound_device_id = torch.device("cuda", index)
+
+    def _note_call(self) -> None:
+        """End a block of coalesced calls in which one failed: nobody else may, and it would swallow what comes."""
+        if self._call_is_open:
+            self._call_is_open = False
+            works, self._coalescing = self._coalescing or [], None
+            self._flushed = works + self._end_nccl_block()
+        else:
+            self._call_is_open = True
 
     def forked(self) -> None:
         """Refuse everything from here on; called in a forked child."""
@@ -163,92 +271,110 @@ class ProcessGroupInflight(GroupIdentity):
 
     def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce one tensor over the ranks, in place."""
-        comm, (tensor,) = self._open("all_reduce"), forms.single("all_reduce", tensors)
+        (tensor,) = forms.single("all_reduce", tensors)
+        comm = self._open("all_reduce", tensor)
         return self._issue(
-            "all_reduce", [comm.all_reduce(tensor, forms.reduction(opts))], (tensor,), forms.options(opts), timeout
+            comm,
+            "all_reduce",
+            [comm.all_reduce(tensor, forms.reduction(opts))],
+            (tensor,),
+            forms.options(opts),
+            timeout,
         )
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Reduce several tensors over the ranks, in place, as one work."""
-        comm, op = self._open("all_reduce_coalesced"), forms.reduction(opts)
-        tensors = forms.plain_all(tensors)
-        return self._issue("all_reduce_coalesced", [comm.all_reduce(t, op) for t in tensors], tuple(tensors), opts)
+        tensors, op = forms.plain_all(tensors), forms.reduction(opts)
+        comm = self._open_any("all_reduce_coalesced", tensors)
+        operations = [comm.all_reduce(t, op) for t in tensors]
+        return self._issue(comm, "all_reduce_coalesced", operations, tuple(tensors), opts)
 
     def reduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, *args: Any) -> Any:
         """Reduce one tensor over the ranks, in place on the root."""
-        comm, (tensor,) = self._open("reduce"), forms.single("reduce", tensors)
+        (tensor,) = forms.single("reduce", tensors)
+        comm = self._open("reduce", tensor)
         if isinstance(opts, int):
             root, op = self._peer("reduce", opts), forms.reduction(args[0] if args else None)
         else:
             root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
+        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
-        comm, (tensor,) = self._open("broadcast"), forms.single("broadcast", tensors)
+        (tensor,) = forms.single("broadcast", tensors)
+        comm = self._open("broadcast", tensor)
         root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
+        return self._issue(comm, "broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
-        comm, (tensor,), targets = self._open("all_gather"), forms.single("all_gather", inputs), forms.per_rank(outputs)
-        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout)
+        (tensor,), targets = forms.single("all_gather", inputs), forms.per_rank(outputs)
+        comm = self._open("all_gather", tensor)
+        return self._issue(
+            comm, "all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout
+        )
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
-        comm, inputs = self._open("all_gather_coalesced"), forms.plain_all(inputs)
+        inputs = forms.plain_all(inputs)
+        comm = self._open_any("all_gather_coalesced", inputs)
         output_lists = [forms.plain_all(row) for row in output_lists]
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
-        return self._issue("all_gather_coalesced", operations, [t for row in output_lists for t in row], opts)
+        outputs = [t for row in output_lists for t in row]
+        return self._issue(comm, "all_gather_coalesced", operations, outputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor on every rank."""
-        comm, output, tensor = self._open("all_gather_into_tensor"), forms.plain(output), forms.plain(tensor)
-        return self._issue("all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
+        output, tensor = forms.plain(output), forms.plain(tensor)
+        comm = self._open("all_gather_into_tensor", tensor)
+        return self._issue(comm, "all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors into one tensor each, as one work."""
-        comm = self._open("all_gather_into_tensor_coalesced")
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        comm = self._open_any("all_gather_into_tensor_coalesced", inputs)
         operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
-        comm, (tensor,), targets = self._open("gather"), forms.single("gather", inputs), forms.per_rank(outputs)
+        (tensor,), targets = forms.single("gather", inputs), forms.per_rank(outputs)
+        comm = self._open("gather", tensor)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
+        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
-        comm, (output,), sources = self._open("scatter"), forms.single("scatter", outputs), forms.per_rank(inputs)
+        (output,), sources = forms.single("scatter", outputs), forms.per_rank(inputs)
+        comm = self._open("scatter", output)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args)
+        return self._issue(
+            comm, "scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
-        comm, (output,), sources = (
-            self._open("reduce_scatter"),
-            forms.single("reduce_scatter", outputs),
-            forms.per_rank(inputs),
-        )
+        (output,), sources = forms.single("reduce_scatter", outputs), forms.per_rank(inputs)
+        comm = self._open("reduce_scatter", output)
         operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
-        return self._issue("reduce_scatter", [operation], (output,), forms.options(opts), timeout)
+        return self._issue(comm, "reduce_scatter", [operation], (output,), forms.options(opts), timeout)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
-        comm, op = self._open("reduce_scatter_tensor"), forms.reduction(opts)
-        output, tensor = forms.plain(output), forms.plain(tensor)
-        return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
+        output, tensor, op = forms.plain(output), forms.plain(tensor), forms.reduction(opts)
+        comm = self._open("reduce_scatter_tensor", tensor)
+        return self._issue(
+            comm, "reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
-        comm, op = self._open("reduce_scatter_tensor_coalesced"), forms.reduction(opts)
-        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        outputs, inputs, op = forms.plain_all(outputs), forms.plain_all(inputs), forms.reduction(opts)
+        comm = self._open_any("reduce_scatter_tensor_coalesced", inputs)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
 
     def all_to_all_single(
         self,
@@ -259,25 +385,34 @@ class ProcessGroupInflight(GroupIdentity):
         opts: Any = None,
     ) -> Any:
         """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
-        comm, output, tensor = self._open("all_to_all_single"), forms.plain(output), forms.plain(tensor)
+        output, tensor = forms.plain(output), forms.plain(tensor)
+        comm = self._open("all_to_all_single", tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue("all_to_all_single", [operation], (output,), forms.options(opts))
+        return self._issue(comm, "all_to_all_single", [operation], (output,), forms.options(opts))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
-        comm, outputs, inputs = self._open("all_to_all"), forms.plain_all(outputs), forms.plain_all(inputs)
-        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
+        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        comm = self._open_any("all_to_all", inputs)
+        return self._issue(comm, "all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return on no rank before all have entered."""
-        comm, opts = self._open("barrier"), forms.options(opts)
+        """Return on no rank before all have entered.
+
+        Once a group has used CUDA tensors, entering means that all its operations on them and the work of the
+        current stream are complete: the host blocks for that, too. The ranks themselves meet over MPI.
+        """
+        comm, opts = self._open_mpi("barrier"), forms.options(opts)
         seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
-        return self._issue("barrier", [comm.barrier(seconds)], (), opts, timeout)
+        operations = [comm.barrier(seconds)]
+        if self._nccl is not None:
+            operations.insert(0, self._nccl.fence(seconds))
+        return self._issue(comm, "barrier", operations, (), opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._open("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
+        self._open_mpi("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single
@@ -290,19 +425,22 @@ class ProcessGroupInflight(GroupIdentity):
 
     def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
         """Send to a group rank; with the receive there, not collective."""
-        comm, (tensor,) = self._open("send"), forms.single("send", tensors)
+        (tensor,) = forms.single("send", tensors)
+        comm = self._open("send", tensor)
         with self._profiled("send", tensor):
             return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
-        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        (tensor,) = forms.single("recv", tensors)
+        comm = self._open("recv", tensor)
         with self._profiled("recv", tensor):
             return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
-        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        (tensor,) = forms.single("recv", tensors)
+        comm = self._open("recv", tensor)
         with self._profiled("recv", tensor):
             return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
 
@@ -312,11 +450,27 @@ class ProcessGroupInflight(GroupIdentity):
 
     # coalescing ---------------------------------------------------------------------------------------------
 
-    def _start_coalescing(self, _device: Any) -> None:
+    def _start_coalescing(self, device: Any) -> None:
+        if device is not None and torch.device(device).type == "cuda":
+            index = torch.device(device).index
+            self._open_mpi("coalescing")
+            self._open_nccl("coalescing", torch.cuda.current_device() if index is None else index)
         self._coalescing, self._coalescing_thread = [], threading.get_ident()
+        self._call_is_open, self._flushed = False, []
+        if self._nccl is not None:
+            self._nccl.begin_block()
+
+    def _end_nccl_block(self) -> list[Any]:
+        work = None if self._nccl is None else self._nccl.end_block()
+        return [] if work is None else [work]
 
     def _end_coalescing(self, _device: Any) -> Any:
         works, self._coalescing = self._coalescing or [], None
+        flushed, self._flushed = self._flushed, []
+        mine = self._end_nccl_block()
+        if mine and not flushed and len({id(work.completion) for work in works}) == 1:
+            return mine[0]
+        works = [*flushed, *works]
         completion = CoalescedCompletion(self._name, [work.completion for work in works], self._timeout_s)
         return Work(completion, [tensor for work in works for tensor in work.result()])
 
@@ -324,7 +478,12 @@ class ProcessGroupInflight(GroupIdentity):
 
     def pending_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first."""
-        return () if self._closed else self._comm.pending_works()
+        if self._closed:
+            return ()
+        works = self._comm.pending_works()
+        if self._nccl is None:
+            return works
+        return sorted([*works, *self._nccl.pending_works()], key=lambda work: work.issued_at)
 
     def shutdown(self) -> None:
         """Wait for pending works, at most the group's timeout, and free the communicator; again does nothing.
@@ -335,8 +494,12 @@ class ProcessGroupInflight(GroupIdentity):
             return
         self._closed = _DESTROYED
         group_set.discard(self._ticket)
-        if _mpi.started():
-            self._comm.shutdown(self._timeout_s)
+        try:
+            if self._nccl is not None:
+                self._nccl.shutdown(self._timeout_s)
+        finally:
+            if _mpi.started():
+                self._comm.shutdown(self._timeout_s)
 
     def abort(self) -> None:
         """Stop accepting operations without waiting for pending ones; MPI cannot cancel those.
@@ -346,7 +509,12 @@ class ProcessGroupInflight(GroupIdentity):
         if not self._closed:
             self._closed = _DESTROYED
             group_set.discard(self._ticket)
+            if self._nccl is not None:
+                self._nccl.abort()
             self._comm.abort()
+
+    def _open_any(self, call: str, tensors: _Tensors) -> Communicator:
+        return self._open(call, tensors[0]) if tensors else self._open_mpi(call)
 
     def _peer(self, call: str, rank: int) -> int:
         if not 0 <= rank < self._size:

@@ -101,6 +101,18 @@ class Completion:
             raise CollectiveTimeout(self.describe_timeout(seconds))
         self._done.release()
 
+    def wait(self, timeout: timedelta) -> None:
+        """Order the caller after the operation; what failed is in ``exception`` then, and not raised.
+
+        Args:
+            timeout: At most this long; zero means ``timeout_s``.
+
+        Raises:
+            CollectiveTimeout: The operation has not ended by then.
+        """
+        if not self.completed:
+            self.block(timeout_s(timeout, self.timeout_s))
+
     def describe_timeout(self, seconds: float) -> str:
         """Return the text of the error for a deadline that passed."""
         return (
@@ -135,6 +147,12 @@ class CoalescedCompletion(Completion):
         if not self.completed and all(part.poll() for part in self._parts):
             self._end()
         return self.completed
+
+    def wait(self, timeout: timedelta) -> None:
+        """Order the caller after all of them; see `Completion.wait`."""
+        for part in self._parts:
+            part.wait(timeout)
+        self.poll()
 
     def block(self, seconds: float) -> None:
         """Block the host until all have ended; see `Completion.block`."""
@@ -172,12 +190,16 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         self._outputs = outputs
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block the host until the operation is complete (CPU tensors).
+        """Order the caller after the operation: what it does next finds the result.
+
+        On CPU tensors the host blocks until the operation is complete. On CUDA tensors the current stream waits for
+        it and the host goes on, unless a timeout is given: then the host blocks until it is complete.
 
         **Local:** any thread, any number of times; not from a callback of a future of the same group.
 
         Args:
-            timeout: At most this long; zero means the group's timeout.
+            timeout: Block the host for at most this long. Zero means the group's timeout on CPU tensors, and not to
+                block at all on CUDA tensors.
 
         Returns:
             True.
@@ -188,7 +210,7 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         """
         completion = self.completion
         if not completion.completed:
-            completion.block(timeout_s(timeout, completion.timeout_s))
+            completion.wait(timeout)
         registration, self.registration = self.registration, None
         if registration is not None:
             registration.waited()
@@ -209,11 +231,11 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         return self.completion.exception
 
     def synchronize(self) -> None:
-        """Order the caller after the operation: on CPU the same as ``wait``."""
+        """Do what ``wait`` without a timeout does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Order the current stream after the operation: on CPU, where there is none, the same as ``wait``."""
+        """Do what ``wait`` without a timeout does: on CPU, where there is no stream, that blocks the host."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

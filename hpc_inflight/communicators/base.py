@@ -1,7 +1,7 @@
 """The contract between the process group and a backend.
 
 A collective has two halves. The communicator's method checks the arguments and returns an `Operation`: a
-callable that communicates, once, when it is called. `Communicator.run_now` and `Communicator.enqueue` run
+callable that communicates, once, when its communicator calls it. `Communicator.run_now` and `Communicator.enqueue` run
 operations and return the Work. So every error that depends on arguments comes before any communication, and
 coalescing is issuing several operations as one.
 """
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
 
     from hpc_inflight.work import Completion
 
-Operation = Callable[[], None]
+# for MPI it takes nothing; for NCCL the raw stream, and it may return what has to follow on that stream
+Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True)

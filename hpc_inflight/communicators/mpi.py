@@ -10,8 +10,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hpc_inflight import _mpi
+from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_barrier
 from hpc_inflight.communicators import _mpi_buffers as buf
+from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._mpi_move import Mover
 from hpc_inflight.communicators._mpi_p2p import RequestCompletion, Requests
 from hpc_inflight.communicators._mpi_worker import Worker
@@ -102,7 +104,7 @@ class MPICommunicator(Mover):
         """See `Communicator.send`."""
         self._check_p2p("send", tensor, dst, tag)
         with torch.inference_mode():
-            source = buf.source(tensor)
+            source = layout.source(tensor)
         completion = RequestCompletion("send", self.name, next(self._p2p_numbers), timeout_s, source, None)
         request = self.comm.Isend(buf.move_buffer(source), dst, tag)
         return self._start(completion, request, [])
@@ -111,12 +113,12 @@ class MPICommunicator(Mover):
         """See `Communicator.recv`."""
         self._check_p2p("recv", tensor, src, tag)
         buf.check_output("recv", tensor, "tensor")
-        target, after = buf.target(tensor), None
+        target, after = layout.target(tensor), None
         if target is not tensor:
 
             @torch.inference_mode()
             def after() -> None:
-                buf.unflatten(target, [tensor])
+                layout.unflatten(target, [tensor])
 
         completion = RequestCompletion("recv", self.name, next(self._p2p_numbers), timeout_s, target, after)
         source = self._mpi.ANY_SOURCE if src is None else src
@@ -127,6 +129,11 @@ class MPICommunicator(Mover):
         completion.start(request, self._requests)
         self._requests.add(completion)
         return Work(completion, outputs)
+
+    @property
+    def spare_tag(self) -> int:
+        """The first of four tags on ``comm`` that nothing here uses."""
+        return self.own_tag + 3
 
     def pending_works(self) -> list[Completion]:
         """See `Communicator.pending_works`."""
@@ -169,9 +176,7 @@ class MPICommunicator(Mover):
         if self._unusable:
             self._refuse()
         buf.check_tensor(call, tensor)
-        if peer is not None and not 0 <= peer < self.size:
-            msg = f"{call}: peer rank {peer} is not in group {self.name}; expected 0 to {self.size - 1}"
-            raise InvalidArgumentError(msg)
+        check_peer(call, peer, self.size, self.name)
         if not 0 <= tag < self.own_tag:
             msg = f"{call}: tag {tag}; expected 0 to {self.own_tag - 1}, which this MPI library can carry"
             raise InvalidArgumentError(msg)
