@@ -26,6 +26,7 @@ from hpc_inflight.errors import (
     InflightError,
     InvalidArgumentError,
     LaunchError,
+    MissedWaitWarning,
     MPIUnavailableError,
     NCCLError,
     NCCLUnavailableError,
@@ -33,6 +34,8 @@ from hpc_inflight.errors import (
     StoreError,
     StoreTimeout,
     UnsupportedError,
+    UnwaitedError,
+    UnwaitedWarning,
 )
 from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
 from hpc_inflight.group_set import groups, wait_for_all_pending_works
@@ -51,12 +54,15 @@ __all__ = [
     "InvalidArgumentError",
     "LaunchError",
     "MPIUnavailableError",
+    "MissedWaitWarning",
     "NCCLError",
     "NCCLUnavailableError",
     "NotInitializedError",
     "StoreError",
     "StoreTimeout",
     "UnsupportedError",
+    "UnwaitedError",
+    "UnwaitedWarning",
     "World",
     "allow_inflight_collective_as_graph_input",
     "finalize",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpc_inflight import _mpi, group_set, store, topology
+from hpc_inflight import _dump_signal, _mpi, group_set, store, topology, work_registry
 from hpc_inflight.config import config
 from hpc_inflight.errors import AlreadyInitializedError, InflightError, InvalidArgumentError, NotInitializedError
 
@@ -59,7 +59,7 @@ class World:
     mpi_version: tuple[int, ...]
 
 
-def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: str | None = None) -> World:
     """Start the ranks: bring MPI up, find out who is where, and make torch's default group.
 
     **Collective:** every rank, once, before any collective. Alone, as plain ``python``, it makes a world of one.
@@ -68,13 +68,17 @@ def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
     Args:
         timeout_s: Seconds that any collective of the default group, and this call, may wait for the other ranks.
         device: ``"cpu"`` to use no GPU; by default the rank's GPU where there is one.
+        on_unwaited: What `finalize`, the interpreter's exit and leaving `allow_inflight_collective_as_graph_input`
+            do about registered works that nobody waited for: ``"warn"``, ``"raise"`` or ``"ignore"``; by default
+            what ``HPC_INFLIGHT_ON_UNWAITED`` says, else they warn. At the exit, which can raise nothing, they print.
 
     Returns:
         The rank's place in the world.
 
     Raises:
         AlreadyInitializedError: A default group exists.
-        InvalidArgumentError: ``timeout_s`` is not positive, or ``device`` is neither None nor ``"cpu"``.
+        InvalidArgumentError: ``timeout_s`` is not positive, ``device`` is neither None nor ``"cpu"``, or
+            ``on_unwaited`` or the environment holds what it cannot.
         LaunchError: The launcher and MPI disagree, or a rank has no GPU while others have.
         MPIUnavailableError: No MPI library.
         CollectiveTimeout: A rank did not come.
@@ -94,6 +98,8 @@ def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
                 raise InvalidArgumentError(f"init: timeout_s={timeout_s}; expected a positive number of seconds")
             if device not in {None, "cpu"}:
                 raise InvalidArgumentError(f"init: device={device!r}; expected None (the rank's GPU) or 'cpu'")
+            config()
+            work_registry.set_policy(on_unwaited)
         except InflightError as error:
             problem = error
         _mpi.agree(problem, max(timeout_s, 1.0), "init")
@@ -165,6 +171,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
     Raises:
         NotInitializedError: No `init` before.
         DrainTimeout: Works were still pending; the groups are left as they are.
+        UnwaitedError: With ``on_unwaited="raise"``: registered works were never waited; the world has ended.
     """
     global _world  # noqa: PLW0603  # a process is one rank
     with _lock:
@@ -177,6 +184,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
             dist.destroy_process_group()
         store.close_default_store(timeout_s)
         _world = None
+        work_registry.report_unwaited()  # last: it may raise
 
 
 def install_hooks() -> None:
@@ -197,6 +205,8 @@ def install_hooks() -> None:
             _abort_job(value)
 
     sys.excepthook = abort_on_exception
+    if config().dump_signal:
+        _dump_signal.install(config().dump_signal)
     atexit.register(_at_exit, pid)
 
 
@@ -227,4 +237,5 @@ def _at_exit(pid: int) -> None:
     with contextlib.suppress(TimeoutError):
         # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
         group_set.wait_for_all_pending_works(config().exit_timeout_s)
+    work_registry.report_unwaited(at_exit=True)
     store.close_default_store(max(0.0, deadline - time.monotonic()))

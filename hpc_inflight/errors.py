@@ -61,3 +61,15 @@ class StoreError(InflightError):
 
 class StoreTimeout(StoreError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout
     """A store operation did not complete before its deadline."""
+
+
+class UnwaitedError(InflightError):
+    """With ``on_unwaited="raise"``: collectives were registered that nobody waited for."""
+
+
+class UnwaitedWarning(UserWarning):
+    """Collectives were registered that nobody waited for."""
+
+
+class MissedWaitWarning(UserWarning):
+    """In strict mode: a wait by tensor found no collective in flight."""

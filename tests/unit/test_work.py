@@ -93,7 +93,7 @@ def test_worker_runs_in_order_and_survives_failures() -> None:
     def fail() -> None:
         raise ValueError("second")
 
-    worker.submit(completions[0], [gate.wait, lambda: seen.append(0)])  # type: ignore[list-item]  # results are unused
+    worker.submit(completions[0], [gate.wait, lambda: seen.append(0)])
     worker.submit(completions[1], [fail])
     worker.submit(completions[2], [lambda: seen.append(2)])
     assert not worker.run_inline([lambda: seen.append(-1)], wait_turn=False)
