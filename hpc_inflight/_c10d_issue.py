@@ -22,6 +22,14 @@ if TYPE_CHECKING:
 _Tensors = Sequence[torch.Tensor]
 
 
+def _cuda_index(device: Any) -> int | None:
+    """Return the index of a CUDA device, of the current one where none is given; None for other devices."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    index: int | None = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
 class Issuer(GroupIdentity):
     """A group's communicators and the one way in which all its methods issue.
 
@@ -105,9 +113,8 @@ class Issuer(GroupIdentity):
             NCCLError: NCCL failed on a rank.
             CollectiveTimeout: A rank did not come.
         """
-        device = torch.device(device)
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
+        index = _cuda_index(device)
+        if index is not None:
             self._open_nccl("init_process_group", index)
             self.bound_device_id = torch.device("cuda", index)
 
@@ -202,10 +209,10 @@ class Issuer(GroupIdentity):
             self._call_is_open = True
 
     def _start_coalescing(self, device: Any) -> None:
-        if device is not None and torch.device(device).type == "cuda":
-            index = torch.device(device).index
-            self._open_mpi("coalescing")
-            self._open_nccl("coalescing", torch.cuda.current_device() if index is None else index)
+        self._open_mpi("coalescing")
+        index = _cuda_index(device)
+        if index is not None:
+            self._open_nccl("coalescing", index)
         self._coalescing, self._coalescing_thread = [], threading.get_ident()
         self._call_is_open, self._flushed = False, []
         if self._nccl is not None:
