@@ -138,7 +138,10 @@ class Issuer(GroupIdentity):
             return done
         if timeout is None and opts is not None:
             timeout = opts.timeout
-        work = comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+        seconds = self._timeout_s
+        if timeout is not None and timeout != compat.UNSET_TIMEOUT:
+            seconds = compat.timeout_s(timeout, seconds)
+        work = comm.enqueue(op, operations, outputs, seconds)
         return self._issued(work, outputs) if is_async else work
 
     def _issue_in_block(

@@ -50,6 +50,7 @@ class Runtime:
     Attributes:
         captures: CUDA graph captures under way in this process, as far as known: no event is queried meanwhile, since
             that ends a capture in global mode, whichever thread does it.
+        events: Unused events, by device. They outlive groups, as works that somebody keeps do.
         nccl_version: Such as 22809 for 2.28.9.
         current_stream: ``current_stream(index)`` is the raw current stream of a device.
         current_device: ``current_device()`` is the index of the current device.
@@ -62,6 +63,7 @@ class Runtime:
     def __init__(self) -> None:
         self._cuda, self._nccl = _import_cupy()
         self.captures = 0
+        self.events: dict[int, list[int]] = {}
         self.nccl_version: int = self._nccl.get_version()
         self.current_stream, self.current_device, self.capturing = compat.cuda_functions()
         self.event_record: Callable[[int, int], None] = self._cuda.eventRecord

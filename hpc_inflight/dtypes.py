@@ -146,12 +146,14 @@ class NcclSpec:
         nccl_op: Number of the NCCL operator.
         compute_dtype: The dtype to convert to before and from after; the tensor's own for most.
         width: NCCL's elements in one element: two for complex numbers.
+        direct: The two dtypes are the same.
     """
 
     nccl_type: int
     nccl_op: int
     compute_dtype: torch.dtype
     width: int
+    direct: bool
 
 
 def nccl_spec(call: str, op: str, dtype: torch.dtype) -> NcclSpec:
@@ -176,4 +178,4 @@ def nccl_spec(call: str, op: str, dtype: torch.dtype) -> NcclSpec:
         )
         raise UnsupportedError(msg)
     nccl_type, compute, width = _NCCL_REDUCE[dtype]
-    return NcclSpec(nccl_type, table[op], compute, width)
+    return NcclSpec(nccl_type, table[op], compute, width, direct=compute is dtype)

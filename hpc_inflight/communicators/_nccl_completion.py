@@ -46,11 +46,12 @@ class StreamCompletion(Completion):
     to the allocator (``record_stream``), so no block is held back longer.
 
     Attributes:
+        event: The event's handle: this object's own while anything refers to it, so nobody waits for another's.
         captured: It was issued under a CUDA graph capture, and is no work in flight.
         source: The rank that a receive is from; set for those alone.
     """
 
-    __slots__ = ("_event", "_issuer", "_keep", "_stream", "captured", "source")
+    __slots__ = ("_issuer", "_keep", "_stream", "captured", "event", "source")
 
     def __init__(  # the base's arguments and these
         self, op: str, group: str, seq: int, timeout_s: float, stream: Stream, issuer: int, keep: object
@@ -70,23 +71,14 @@ class StreamCompletion(Completion):
         self._issuer = issuer
         self._keep = keep
         events = stream.events
-        self._event: int = events.pop() if events else stream.runtime.event_create()
-
-    @property
-    def event(self) -> int:
-        """The event's handle: this object's own while anything refers to it, so nobody waits for another's."""
-        return self._event
+        self.event: int = events.pop() if events else stream.runtime.event_create()
 
     def __del__(self) -> None:
-        self._stream.events.append(self._event)
-
-    def holds(self) -> bool:
-        """Say whether tensors are kept for it."""
-        return self._keep is not None
+        self._stream.events.append(self.event)
 
     def finish(self, exception: BaseException | None = None, leave: Any = None) -> None:
         """Mark it as ended and let go of its tensors."""
-        if exception is not None:
+        if exception is not None and not self.completed:
             self.exception = exception.with_traceback(None)
         self.completed = True
         self._keep = self._future = None
@@ -103,7 +95,7 @@ class StreamCompletion(Completion):
         if self.captured:
             return True
         try:
-            if runtime.event_done(self._event):
+            if runtime.event_done(self.event):
                 self.finish()
         except InflightError as error:
             self.finish(error)
@@ -124,9 +116,9 @@ class StreamCompletion(Completion):
         if current != stream.raw:
             if not current and runtime.current_device() != index:
                 with runtime.on_device(index):
-                    runtime.stream_wait(current, self._event)
+                    runtime.stream_wait(current, self.event)
             else:
-                runtime.stream_wait(current, self._event)
+                runtime.stream_wait(current, self.event)
         if current == self._issuer:
             self._keep = None
 
@@ -166,7 +158,7 @@ class StreamCompletion(Completion):
         if self.exception is not None:
             future.set_exception(self.exception)
         else:
-            self._stream.resolve(future, outputs, self._event)
+            self._stream.resolve(future, outputs, self.event)
 
 
 class LateCompletion(StreamCompletion):

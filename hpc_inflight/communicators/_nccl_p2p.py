@@ -81,6 +81,12 @@ class Pair:
         self._queue: list[tuple[LateCompletion, Message, int]] | None = []  # None from when all is launched at once
         self._failure: InflightError | None = None
         self._started = False
+        self._thread: threading.Thread | None = None
+
+    def stop(self, timeout_s: float) -> None:
+        """Wait until nothing connects any more, once `Meeting.stopped` says so: then MPI's part may go."""
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
 
     def issue(self, message: Message) -> StreamCompletion:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
@@ -104,7 +110,8 @@ class Pair:
             start, self._started = not self._started, True
         if start and self._in_thread:
             name = f"hpc_inflight-pair-{message.group}"
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+            self._thread.start()
         elif start:
             self._run()
         return late
@@ -163,6 +170,9 @@ class Loopback:
         self._until = until
         self._lock = threading.Lock()
         self._waiting: dict[str, list[tuple[LateCompletion, Message, int]]] = {"send": [], "recv": []}
+
+    def stop(self, timeout_s: float) -> None:
+        """Do nothing: there is nothing to connect."""
 
     def issue(self, message: Message) -> StreamCompletion:
         """Copy, if the other end was issued before, or have it copied then.

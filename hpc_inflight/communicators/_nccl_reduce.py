@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     After = Callable[[], None] | None
 
 
+_STRIDED = torch.strided
+
+
 def nothing(_stream: int) -> None:
     """Launch nothing: an empty tensor needs no communication, and is empty on every rank."""
 
@@ -43,6 +46,16 @@ class Reducer:
         self._all_reduce = nccl.allReduce
         self._plans: dict[tuple[str, torch.dtype], dtypes.NcclSpec] = {}
 
+    def _simple(self, tensor: torch.Tensor) -> bool:
+        """Say whether there is nothing to check or to copy: dense, on the device, its memory its values in order."""
+        return (
+            tensor.get_device() == self._index
+            and tensor.layout is _STRIDED
+            and tensor.is_contiguous()
+            and not tensor.is_neg()
+            and not tensor.is_conj()
+        )
+
     def _check_tensor(self, call: str, tensor: torch.Tensor, argument: str = "tensor") -> None:
         if tensor.layout is not torch.strided or tensor.get_device() != self._index:
             raise unusable(call, tensor, argument, f"cuda:{self._index}")
@@ -60,25 +73,34 @@ class Reducer:
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Launch:
         """See `Communicator.all_reduce`."""
-        self._check_output("all_reduce", tensor, "tensor")
-        plan = self._plan("all_reduce", op, tensor.dtype)
-        value = tensor if self._direct(plan, op, tensor) else self._enter(plan, op, tensor)
-        launch, address, count = self._all_reduce, value.data_ptr(), value.numel() * plan.width
+        plan = self._plans.get((op.name, tensor.dtype))
+        if plan is None or not plan.direct or op.factor is not None or not self._simple(tensor):
+            return self._all_reduce_with_copy(tensor, op)
+        launch, address, count = self._all_reduce, tensor.data_ptr(), tensor.numel() * plan.width
         nccl_type, nccl_op = plan.nccl_type, plan.nccl_op
         if not count:
             return nothing
-        if value is tensor:
 
-            def run(stream: int, _keep: torch.Tensor = value) -> None:
-                launch(address, address, count, nccl_type, nccl_op, stream)
-
-            return run
-
-        def run_and_leave(stream: int) -> After:
+        def run(stream: int, _keep: torch.Tensor = tensor) -> None:
             launch(address, address, count, nccl_type, nccl_op, stream)
+
+        return run
+
+    def _all_reduce_with_copy(self, tensor: torch.Tensor, op: Reduction) -> Launch:
+        self._check_output("all_reduce", tensor, "tensor")
+        plan = self._plan("all_reduce", op, tensor.dtype)
+        if self._direct(plan, op, tensor):  # the first one of its kind
+            return self.all_reduce(tensor, op)
+        value = self._enter(plan, op, tensor)
+        launch, address, count = self._all_reduce, value.data_ptr(), value.numel() * plan.width
+        if not count:
+            return nothing
+
+        def run(stream: int) -> After:
+            launch(address, address, count, plan.nccl_type, plan.nccl_op, stream)
             return functools.partial(leave, value, tensor)
 
-        return run_and_leave
+        return run
 
     def reduce(self, tensor: torch.Tensor, root: int, op: Reduction) -> Launch:
         """See `Communicator.reduce`."""

@@ -19,10 +19,8 @@ if TYPE_CHECKING:
 
     Launch = Callable[[int], Callable[[], None] | None]
 
-_RETIRE = 4  # completions that issuing another one looks at: more than one, so that it gains on the issuer
-_LONG = 64  # completions whose tensors are released already are looked at only past this many
-
-_pools: dict[int, list[int]] = {}  # events by device: they outlive groups, as works that somebody keeps do
+_SOON = 8  # issues after which old completions are looked at again, all but one of them without asking the device
+LARGE = 1 << 20  # bytes: for such outputs it is worth asking each time, so that their memory comes back soon
 
 
 class Stream:
@@ -35,19 +33,21 @@ class Stream:
         events: The device's pool of unused events.
         lock: Held from the event that orders a launch after its caller to the one that marks its end.
         pending: Oldest first.
+        look_at: How many of those there have to be before they are looked at again.
     """
 
     def __init__(self, runtime: Runtime, index: int, check: Callable[[], None]) -> None:
         self.runtime = runtime
         self.index = index
         self.check = check
-        self.events = _pools.setdefault(index, [])
+        self.events = runtime.events.setdefault(index, [])
         self.lock = threading.Lock()
         self.pending: deque[StreamCompletion] = deque()
         self._stream = runtime.new_stream(index)
         self.raw = runtime.raw_stream(self._stream)
         self._futures: Any = None  # a stream for completing futures, which orders them after their event and no other
         self._start = self.new_event()
+        self.look_at = _SOON
         self._record, self._wait = runtime.event_record, runtime.stream_wait
 
     def new_event(self) -> int:
@@ -60,11 +60,21 @@ class Stream:
         Raises:
             NCCLError: NCCL refused one; its tensors are kept until the device is past it.
         """
-        record, start, raw = self._record, self._start, self.raw
+        start, raw = self._start, self.raw
         with self.lock:
-            record(start, caller)
+            self._record(start, caller)
             self._wait(raw, start)
-            self._launch(completion, operations, raw)
+            if len(operations) != 1:
+                self._launch(completion, operations, raw)
+                return
+            try:  # the frequent case, in this frame
+                after = operations[0](raw)
+                if after is not None:
+                    self.runtime.run_on(self._stream, after)
+            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+                raise_nccl_error(completion.op, error)
+            finally:
+                self._record(completion.event, raw)
 
     def launch_behind(self, completion: StreamCompletion, operations: Sequence[Launch], event: int) -> None:
         """Launch operations behind an event that the caller recorded when it issued them."""
@@ -90,22 +100,30 @@ class Stream:
         """Keep a completion until it is complete."""
         self.pending.append(completion)
 
-    def retire(self, limit: int = _RETIRE) -> None:
-        """Drop the oldest completions that are complete, at most ``limit``."""
+    def retire(self) -> None:
+        """Drop the oldest completions that are complete."""
         pending = self.pending
-        with contextlib.suppress(IndexError):  # another thread took it
-            while limit and pending[0].poll():
+        with self.lock:
+            while pending and pending[0].poll():
                 pending.popleft()
-                limit -= 1
 
-    def make_room(self, limit: int, timeout_s: float) -> None:
-        """Look after old completions before another comes, and wait for the oldest while ``limit`` are pending."""
+    def look_after(self, limit: int, timeout_s: float) -> None:
+        """Drop old completions, and wait for the oldest while there are ``limit``.
+
+        Events of one stream complete in order, so one that is complete speaks for all before it.
+        """
         pending = self.pending
-        if pending and (pending[0].holds() or len(pending) > _LONG):
-            self.retire()
-            while len(pending) >= limit:
+        with self.lock:
+            for place in (len(pending) - 1, len(pending) // 2, 0):
+                if pending and pending[place].poll() and (not place or pending[place].exception is None):
+                    for _ in range(place + 1):
+                        pending.popleft().finish()
+                    break
+        while len(pending) >= limit:
+            with contextlib.suppress(IndexError):  # another thread dropped it
                 pending[0].block(timeout_s)
-                self.retire()
+            self.retire()
+        self.look_at = len(pending) + _SOON
 
     def resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor], event: int) -> None:
         """Complete a future behind an event: who waits for it or chains to it is ordered after that."""

@@ -16,7 +16,7 @@ from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCo
 from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
 from hpc_inflight.communicators._nccl_move import Mover
 from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
-from hpc_inflight.communicators._nccl_stream import Stream, run_here
+from hpc_inflight.communicators._nccl_stream import LARGE, Stream, run_here
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
     CollectiveTimeout,
@@ -82,6 +82,9 @@ class NCCLCommunicator(Mover):
         nccl = connect(meeting, runtime, index)
         super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name)
         self.seq = 0
+        runtime = self.runtime
+        self._current_stream, self._current_device = runtime.current_stream, runtime.current_device
+        self._capturing = runtime.capturing
         self._comm = comm
         self._tag = tag
         self._timeout_s = timeout_s
@@ -108,13 +111,13 @@ class NCCLCommunicator(Mover):
         """Launch operations on the current stream; see `Communicator.run_now`."""
         if self._unusable:
             self._refuse()
-        runtime, index = self.runtime, self._index
-        if runtime.current_device() != index:
-            with runtime.on_device(index), self._stream.lock:
-                run_here(runtime, operations, runtime.current_stream(index))
+        index = self._index
+        if self._current_device() != index:
+            with self.runtime.on_device(index), self._stream.lock:
+                run_here(self.runtime, operations, self._current_stream(index))
         else:
             with self._stream.lock:
-                run_here(runtime, operations, runtime.current_stream(index))
+                run_here(self.runtime, operations, self._current_stream(index))
         self.seq = next(self._numbers)
         return _DONE
 
@@ -123,36 +126,38 @@ class NCCLCommunicator(Mover):
 
         While this thread collects a block of calls, they are kept for its end.
         """
-        if self._unusable:
-            self._refuse()
-        if self._block is not None and self._block_thread == threading.get_ident():
-            return self._collect(operations, outputs)
-        runtime, index = self.runtime, self._index
-        if runtime.current_device() != index:
-            with runtime.on_device(index):
-                return Work(self._launch(op, operations, timeout_s), outputs)
-        return Work(self._launch(op, operations, timeout_s), outputs)
+        if self._unusable or self._block is not None:
+            if self._unusable:
+                self._refuse()
+            if self._block_thread == threading.get_ident():
+                return self._collect(operations, outputs)
+        if self._current_device() != self._index:
+            with self.runtime.on_device(self._index):
+                return self._enqueue(op, operations, outputs, timeout_s)
+        return self._enqueue(op, operations, outputs, timeout_s)
 
-    def _launch(self, op: str, operations: Sequence[Launch], timeout_s: float) -> StreamCompletion:
-        stream, runtime = self._stream, self.runtime
-        if stream.pending:
-            stream.make_room(self._max_pending, timeout_s)
-        self.seq = seq = next(self._numbers)
-        caller = runtime.current_stream(self._index)
-        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, operations)
-        self._start(completion, operations, caller)
-        return completion
-
-    def _start(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
+    def _enqueue(
+        self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float
+    ) -> Work:
         stream = self._stream
-        if self.runtime.capturing():
+        if stream.pending and (len(stream.pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
+            stream.look_after(self._max_pending, timeout_s)
+        caller = self._current_stream(self._index)
+        self.seq = seq = next(self._numbers)
+        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, operations)
+        self._launch(completion, operations, caller)
+        return Work(completion, outputs)
+
+    def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
+        # the legacy default stream, of handle 0, cannot be captured
+        if caller and self._capturing():
             completion.captured = True
-            stream.launch(completion, operations, caller)
+            self._stream.launch(completion, operations, caller)
             return
         try:
-            stream.launch(completion, operations, caller)
+            self._stream.launch(completion, operations, caller)
         finally:
-            stream.pending.append(completion)  # also when it failed: a part may have been launched
+            self._stream.pending.append(completion)  # also when it failed: a part may have been launched
 
     def _refuse(self) -> NoReturn:
         raise GroupDestroyedError(f"group {self.name} {self._unusable}")
@@ -182,11 +187,11 @@ class NCCLCommunicator(Mover):
         if late is None:
             return None
         with self.runtime.on_device(self._index):
-            self._stream.make_room(self._max_pending, self._timeout_s)
+            self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
             late.hold(operations, caller)
             try:
-                self._start(late, operations, caller)
+                self._launch(late, operations, caller)
             except Exception as error:
                 late.finish(error)
                 raise
@@ -230,8 +235,8 @@ class NCCLCommunicator(Mover):
         runtime, index, seq = self.runtime, self._index, next(self._p2p_numbers)
         with runtime.on_device(index):
             pair = self._pair(op, peer)
-            if pair.stream.pending:
-                pair.stream.make_room(self._max_pending, timeout_s)
+            if len(pair.stream.pending) >= pair.stream.look_at:
+                pair.stream.look_after(self._max_pending, timeout_s)
             caller = runtime.current_stream(index)
             address, nbytes = value.data_ptr(), value.nbytes
             return pair.issue(Message(op, self.name, seq, timeout_s, address, nbytes, after, keep, caller))
@@ -279,7 +284,7 @@ class NCCLCommunicator(Mover):
         """See `Communicator.pending_works`."""
         found: list[Completion] = []
         for stream in self._streams():
-            stream.retire(len(stream.pending))
+            stream.retire()
             found += [completion for completion in list(stream.pending) if not completion.poll()]
         return sorted(found, key=lambda completion: completion.issued_at)
 
@@ -330,6 +335,8 @@ class NCCLCommunicator(Mover):
     def _end(self, how: Callable[[Any], None]) -> None:
         """Destroy or abort all communicators, in a thread: NCCL may never return, and offers no deadline."""
         self._stopping = True
+        for pair in list(self._pairs.values()):
+            pair.stop(_END_S)
         streams = self._streams()
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
         runtime, index = self.runtime, self._index

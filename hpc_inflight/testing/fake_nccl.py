@@ -79,6 +79,7 @@ class FakeRuntime:
         self.late_s = late_s
         self.device = f"GPU-{id(self):x}"
         self.captures = 0
+        self.events: dict[int, list[int]] = {}
         self.is_capturing = False
         self.nccl_version = 22809
         self.shared = False

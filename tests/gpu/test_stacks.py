@@ -65,7 +65,9 @@ def together(net: nn.Module, gpu: torch.device, rank: int, size: int) -> list[fl
 
 @pytest.mark.parametrize("hook", ["none", "bf16", "allreduce", "compiled"])
 def test_ddp(rank: int, size: int, gpu: torch.device, hook: str) -> None:
-    net: Any = DistributedDataParallel(model(gpu), device_ids=[gpu.index], bucket_cap_mb=0.01)
+    net: Any = DistributedDataParallel(
+        model(gpu), device_ids=[gpu.index], bucket_cap_mb=25 if hook == "compiled" else 0.01
+    )
     if hook == "bf16":
         net.register_comm_hook(None, default_hooks.bf16_compress_hook)
     elif hook == "allreduce":

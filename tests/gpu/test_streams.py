@@ -31,7 +31,7 @@ def total(size: int, first: int = 0) -> int:
 
 def test_after_a_long_kernel(rank: int, size: int, gpu: torch.device) -> None:
     tensor = torch.zeros(COUNT, device=gpu)
-    dist.all_reduce(tensor)
+    dist.all_reduce(tensor, async_op=True).wait()  # whatever NCCL sets up at the first one, that blocks
     torch.cuda.synchronize()
     hold_up(LONG)
     tensor.fill_(rank + 1)
@@ -53,9 +53,7 @@ def test_a_reader_on_a_side_stream(rank: int, size: int, gpu: torch.device) -> N
         work = dist.all_reduce(tensor, async_op=True)
         with torch.cuda.stream(side):
             work.wait()
-            seen = tensor.sum()
-        assert seen.item() == COUNT * total(size, i)
-        del tensor
+            assert tensor.sum().item() == COUNT * total(size, i)
 
 
 def test_three_streams_and_an_allocator_under_pressure(rank: int, size: int, gpu: torch.device) -> None:
