@@ -59,7 +59,7 @@ CASES = {
     ),
     "a tensor on an unsupported device": (
         "hi.init()\nattempt(lambda: dist.all_reduce(torch.ones(2, device='meta')), NotImplementedError)",
-        r"UnsupportedError: all_reduce: tensor is on meta; this group moves CPU tensors; move it with .cpu\(\)",
+        r"UnsupportedError: all_reduce: tensor is on meta; this call moves CPU tensors; move it with .cpu\(\)",
     ),
     "a sparse tensor": (
         "hi.init()\nattempt(lambda: dist.broadcast(torch.eye(2).to_sparse(), 0), NotImplementedError)",

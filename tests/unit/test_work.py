@@ -94,7 +94,7 @@ def test_worker_runs_in_order_and_survives_failures() -> None:
     def fail() -> None:
         raise ValueError("second")
 
-    worker.submit(completions[0], [gate.wait, lambda: seen.append(0)])  # type: ignore[list-item]  # results are unused
+    worker.submit(completions[0], [gate.wait, lambda: seen.append(0)])
     worker.submit(completions[1], [fail])
     worker.submit(completions[2], [lambda: seen.append(2)])
     assert not worker.run_inline([lambda: seen.append(-1)], wait_turn=False)
@@ -154,7 +154,7 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
-    def fence(self) -> None:
+    def quiesce(self) -> None:
         pass
 
     def describe(self) -> str:
