@@ -280,7 +280,7 @@ def test_nothing_is_asked_or_kept_in_a_capture(runtime: FakeRuntime, comm: NCCLC
     captured.wait()  # outside, there is nothing to wait for
     assert runtime.log == []
     other = issue(comm, torch.ones(4))
-    capture = SimpleNamespace()
+    capture = threading.Event()  # anything will do
     group_set.capture_began(capture)  # by another thread
     assert not other.is_completed()
     group_set.capture_ended(capture)
