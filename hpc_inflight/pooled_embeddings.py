@@ -140,9 +140,10 @@ class PooledEmbeddingsAllToAll:
         **Collective:** over the group, in eager code and not in a capture: one all_to_all for each dtype, registered
         as under `hpc_inflight.allow_inflight_collective_as_graph_input`.
 
-        In grad mode the backward is collective, too: once the gradients of what was waited for are made, the same
-        number of all_to_all is issued, on every rank or on none. It sums what the ranks' losses say; divide the loss by
-        the size of the group for the mean.
+        In grad mode the backward is collective, too: once the gradients of what was waited for are made, an
+        all_to_all is issued for each dtype that has any, on every rank or on none. So ask ``backward()`` for all
+        gradients: asked for those of some inputs, autograd skips it on a rank whose features do not depend on them.
+        The gradients are sums over the ranks' losses; divide the loss by the size of the group for the mean.
 
         Args:
             features: Those that this rank owns, in the order of the plan: each of shape (sum of ``batch_sizes``, dim),
