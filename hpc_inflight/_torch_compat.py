@@ -216,6 +216,24 @@ def keep_out_of_dynamo(*classes: type) -> None:
                 frames.set_code_exec_strategy(function.__code__, skip)
 
 
+def run_first_in_backward(tensor: torch.Tensor) -> None:
+    """Have autograd run the function that made ``tensor`` before whatever else is ready, as it does for leaves.
+
+    It runs what has the highest number first, and numbers functions as they are made. A torch that cannot change
+    that number runs it later, which costs overlap and nothing else.
+    """
+    node: Any = tensor.grad_fn
+    if hasattr(node, "_set_sequence_nr"):
+        node._set_sequence_nr(2**64 - 1)
+
+
+def register_pytree(cls: type, flatten: Callable[[Any], Any], unflatten: Callable[[Any, Any], Any]) -> None:
+    """Make instances of ``cls`` containers of tensors for torch's tree functions."""
+    torch.utils._pytree.register_pytree_node(
+        cls, flatten, unflatten, serialized_type_name=f"hpc_inflight.{cls.__name__}"
+    )
+
+
 def cuda_cycles_per_s(device: torch.device) -> float:
     """Measure how many cycles of `cuda_sleep` last a second, on the current stream."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
