@@ -326,6 +326,10 @@ class ProcessGroupInflight(Issuer):
         """Return the name of a recent collective by its number; empty when it is unknown."""
         return self._called if seq == self.issued(device_type) else ""
 
+    def failed(self) -> tuple[Completion, float] | None:
+        """Return the first enqueued operation on CPU tensors that has failed, if any has, and when."""
+        return self._comm.failed
+
     def check(self) -> None:
         """Raise what NCCL has found wrong since, without waiting for anything."""
         if self._nccl is not None and not self._closed:

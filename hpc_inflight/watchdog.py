@@ -22,8 +22,11 @@ from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, Inflight
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from hpc_inflight.work import Completion
+
 _ANSWERS_S = 2.0  # for the other ranks to say where they are
 _LEFT_S = 2.0  # what is in flight with a rank that has left may still arrive for so long
+_UNSEEN_S = 5.0  # for somebody to wait for an operation that has failed
 _UNWIND_S = 1.0  # for the waiters' exceptions to end the job first, with their tracebacks
 
 
@@ -38,6 +41,9 @@ class Group(group_set.Group, Protocol):
 
     def op_of(self, seq: int, device_type: str) -> str:
         """Return the name of a recent collective by its number; empty when it is unknown."""
+
+    def failed(self) -> tuple[Completion, float] | None:
+        """Return the first operation that has failed after it was issued, if any has, and when."""
 
     def check(self) -> None:
         """Raise what the transport has found wrong since, without waiting for anything."""
@@ -97,6 +103,7 @@ class Watchdog:
                 late = self._late(group)  # type: ignore[arg-type]  # every group of ours is one
                 if late is not None and not self._stop.is_set():
                     self._fail(group, late)  # type: ignore[arg-type]
+                self._look_for_unseen_failure(group)  # type: ignore[arg-type]
 
     def _late(self, group: Group) -> _Late | None:
         now = time.monotonic()
@@ -128,6 +135,28 @@ class Watchdog:
             _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {group.describe()} failed: {error}")
             group.abort(error)
 
+    def _look_for_unseen_failure(self, group: Group) -> None:
+        """End a group with an operation that has failed without anybody being told: the ranks are out of step."""
+        found = group.failed()
+        if found is None:
+            return
+        failed, failed_at = found
+        if failed.raised or time.monotonic() - failed_at < _UNSEEN_S:
+            return
+        failed.raised = True  # now
+        text = f"{failed.op} (seq {failed.seq}) on {group.describe()} has failed, and nobody waits for it"
+        self._end(group, CommunicatorAborted(f"{text}: {failed.exception}"))
+
+    def _end(self, group: Group, error: InflightError) -> None:
+        """Say what is wrong, abort the group, and end the job unless the program handles that itself."""
+        for write in self.on_failure:
+            write()
+        _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {error}; this rank's main thread is at {main_thread_site()}")
+        group.abort(error)
+        if config().on_timeout == "abort":
+            self._stop.wait(_UNWIND_S)
+            _mpi.abort(1)
+
     def _answer(self, question: Question) -> Answer:
         """Say where this rank is; the one who asks has failed, so what is recorded here is written, too."""
         for write in self.on_failure:
@@ -152,14 +181,7 @@ class Watchdog:
         if late.left:
             why = f"waits for rank {', '.join(map(str, late.left))}, which ended"
         text = f"{late.op} (seq {late.seq}) on {group.describe()}: {why}; " + "; ".join(filter(None, where))
-        for write in self.on_failure:
-            write()
-        kind = CommunicatorAborted if late.left else CollectiveTimeout
-        _say(f"rank {me}: {text}; this rank's main thread is at {main_thread_site()}")
-        group.abort(kind(text))
-        if config().on_timeout == "abort":
-            self._stop.wait(_UNWIND_S)
-            _mpi.abort(1)
+        self._end(group, (CommunicatorAborted if late.left else CollectiveTimeout)(text))
 
 
 def _where(rank: int, answer: Answer | None, late: _Late) -> str:

@@ -41,11 +41,12 @@ class Completion:
         issued_at: ``time.monotonic()`` when it was issued.
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
+        raised: Somebody was told so, by ``wait`` or by a future.
         device_type: Of the tensors; each type of device has sequence numbers of its own.
     """
 
     device_type = "cpu"
-    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "seq", "timeout_s")
+    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "raised", "seq", "timeout_s")
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
         self.op = op
@@ -55,6 +56,7 @@ class Completion:
         self.issued_at = time.monotonic()
         self.completed = False
         self.exception: BaseException | None = None
+        self.raised = False
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
         # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
         self._done = _thread.allocate_lock()
@@ -104,6 +106,7 @@ class Completion:
         if self.exception is None:
             future.set_result(outputs)
         else:
+            self.raised = True
             future.set_exception(self.exception)
 
     def poll(self) -> bool:
@@ -231,6 +234,7 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         if registration is not None:
             registration.waited()
         if completion.exception is not None:
+            completion.raised = True
             raise completion.exception.with_traceback(None)  # else every wait would add its frames
         return True
 

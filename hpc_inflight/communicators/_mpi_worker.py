@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -36,6 +37,7 @@ class Worker:
         self._executing = threading.Lock()  # held while an MPI collective of this group runs
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
+        self.failed: tuple[Completion, float] | None = None  # the first whose operation failed, and when
         self._aborted: BaseException | None = None
 
     def is_current(self) -> bool:
@@ -96,6 +98,8 @@ class Worker:
         while (job := self._queue.get()) is not None:
             completion, operations = job
             error = self._run(operations)
+            if error is not None and self.failed is None:
+                self.failed = completion, time.monotonic()
             # nothing here may outlive the job: these hold the tensors
             del job, operations
             completion.finish(error, self._leave)

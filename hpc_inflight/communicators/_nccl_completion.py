@@ -67,6 +67,7 @@ class StreamCompletion(Completion):
         self.completed = False
         self.captured = False
         self.exception: BaseException | None = None
+        self.raised = False
         self.source: int
         self._future = None
         self._stream = stream
@@ -165,6 +166,7 @@ class StreamCompletion(Completion):
 
     def _settle(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
         if self.exception is not None:
+            self.raised = True
             future.set_exception(self.exception)
         else:
             self._stream.resolve(future, outputs, self.event)

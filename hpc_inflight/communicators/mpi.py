@@ -78,6 +78,11 @@ class MPICommunicator(Mover):
         """The group's world ranks, and how many groups with those were made before it: the same on every member."""
         return self.global_ranks, self._nth
 
+    @property
+    def failed(self) -> tuple[Completion, float] | None:
+        """The first enqueued operation that has failed, if any has, and when (``time.monotonic()``)."""
+        return self._worker.failed
+
     # issuing ------------------------------------------------------------------------------------------------
 
     def run_now(self, operations: Sequence[Operation]) -> DoneWork | None:
