@@ -31,7 +31,8 @@ def total(size: int, first: int = 0) -> int:
 
 def test_after_a_long_kernel(rank: int, size: int, gpu: torch.device) -> None:
     tensor = torch.zeros(COUNT, device=gpu)
-    dist.all_reduce(tensor, async_op=True).wait()  # whatever NCCL sets up at the first one, that blocks
+    dist.all_reduce(tensor, async_op=True).wait()
+    tensor.sum()  # loading a kernel waits for the device
     torch.cuda.synchronize()
     hold_up(LONG)
     tensor.fill_(rank + 1)
