@@ -27,7 +27,7 @@ _ELEMENTS = 1024
 
 
 def _collectives(size: int, device: torch.device) -> dict[str, tuple[Issue, Issue]]:
-    """Return, per collective, c10d's function and the process group's method below it, given a group and ``async_op``."""
+    """Return, per collective, c10d's function and the group's method below it; they take a group and async_op."""
     one, whole = torch.zeros(_ELEMENTS, device=device), torch.zeros(_ELEMENTS * size, device=device)
     other = torch.zeros_like(whole)
 
