@@ -33,7 +33,7 @@ def _collectives(size: int, device: torch.device) -> dict[str, tuple[Issue, Issu
 
     def options(name: str) -> tuple[Any, Any]:
         made = getattr(c10d, name)(), getattr(c10d, name)()
-        made[1].asyncOp = True
+        made[0].asyncOp, made[1].asyncOp = False, True
         return made
 
     reduce, gather, scatter = options("AllreduceOptions"), options("AllgatherOptions"), options("ReduceScatterOptions")
