@@ -132,14 +132,18 @@ class Issuer(GroupIdentity):
     ) -> Any:
         if compat.profiler_enabled():
             return self._issue_profiled(comm, op, operations, outputs, opts, timeout)
-        is_async = opts is None or forms.is_async(opts)
+        try:
+            is_async, limit = opts.asyncOp, opts.timeout
+        except AttributeError:  # c10d's short forms, and older options
+            opts = forms.options(opts)
+            is_async, limit = opts is None or forms.is_async(opts), None if opts is None else opts.timeout
         self._called = op
         if self._coalescing is not None and self._coalesces():
             return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
         if not is_async and (done := comm.run_now(operations)) is not None:
             return done
-        if timeout is None and opts is not None:
-            timeout = opts.timeout
+        if timeout is None:
+            timeout = limit
         seconds = self._timeout_s
         if timeout is not None and timeout != compat.UNSET_TIMEOUT:
             seconds = compat.timeout_s(timeout, seconds)
@@ -162,6 +166,7 @@ class Issuer(GroupIdentity):
         opts: Any,
         timeout: Any,
     ) -> Any:
+        opts = forms.options(opts)
         name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts)
         if self._coalesces():
             with compat.record_shapes(name, outputs):

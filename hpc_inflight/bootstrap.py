@@ -55,7 +55,9 @@ class World:
     mpi_version: tuple[int, ...]
 
 
-def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: str | None = None) -> World:
+def init(
+    *, timeout_s: float = 600.0, device: str | None = None, eager: bool = False, on_unwaited: str | None = None
+) -> World:
     """Start the ranks: bring MPI up, find out who is where, and make torch's default group.
 
     **Collective:** every rank, once, before any collective. Alone, as plain ``python``, it makes a world of one.
@@ -64,6 +66,8 @@ def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: st
     Args:
         timeout_s: Seconds that any collective of the default group, and this call, may wait for the other ranks.
         device: ``"cpu"`` to use no GPU; by default the rank's GPU where there is one.
+        eager: Connect the default group's NCCL communicator here rather than at its first operation on CUDA tensors,
+            so that what is wrong with a GPU or its network is an error here. Nothing happens on ranks without a GPU.
         on_unwaited: What `finalize`, the interpreter's exit and leaving `allow_inflight_collective_as_graph_input`
             do about registered works that nobody waited for: ``"warn"``, ``"raise"`` or ``"ignore"``; by default
             what ``HPC_INFLIGHT_ON_UNWAITED`` says, else they warn. At the exit, which can raise nothing, they print.
@@ -77,6 +81,8 @@ def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: st
             ``on_unwaited`` or the environment holds what it cannot.
         LaunchError: The launcher and MPI disagree, or a rank has no GPU while others have.
         MPIUnavailableError: No MPI library.
+        NCCLUnavailableError: With ``eager``: a rank has no CuPy or NCCL, or two ranks have the same GPU.
+        NCCLError: With ``eager``: NCCL failed on a rank.
         CollectiveTimeout: A rank did not come.
     """
     global _world  # noqa: PLW0603  # a process is one rank
@@ -105,7 +111,10 @@ def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: st
             problem = error
         _mpi.agree(problem, timeout_s, "init")
         assert world is not None  # noqa: S101  # for mypy: agree() raised otherwise
-        dist.init_process_group("hpc_inflight", init_method="mpi://", timeout=timedelta(seconds=timeout_s))
+        connect = world.device if eager and world.device.type == "cuda" else None
+        dist.init_process_group(
+            "hpc_inflight", init_method="mpi://", timeout=timedelta(seconds=timeout_s), device_id=connect
+        )
         _world = world
         return world
 

@@ -107,7 +107,7 @@ class ProcessGroupInflight(Issuer):
             "all_reduce",
             [comm.all_reduce(tensor, forms.reduction(opts))],
             (tensor,),
-            forms.options(opts),
+            opts,
             timeout,
         )
 
@@ -127,22 +127,20 @@ class ProcessGroupInflight(Issuer):
         else:
             root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
+        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, opts)
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
         (tensor,) = forms.single("broadcast", tensors)
         comm = self._open("broadcast", tensor)
         root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue(comm, "broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
+        return self._issue(comm, "broadcast", [comm.broadcast(tensor, root)], (tensor,), opts, timeout)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         (tensor,), targets = forms.single("all_gather", inputs), forms.per_rank(outputs)
         comm = self._open("all_gather", tensor)
-        return self._issue(
-            comm, "all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout
-        )
+        return self._issue(comm, "all_gather", [comm.all_gather(targets, tensor)], targets, opts, timeout)
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
@@ -172,23 +170,21 @@ class ProcessGroupInflight(Issuer):
         (tensor,), targets = forms.single("gather", inputs), forms.per_rank(outputs)
         comm = self._open("gather", tensor)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
+        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, opts, *args)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
         (output,), sources = forms.single("scatter", outputs), forms.per_rank(inputs)
         comm = self._open("scatter", output)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue(
-            comm, "scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args
-        )
+        return self._issue(comm, "scatter", [comm.scatter(output, sources, root)], (output,), opts, *args)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
         (output,), sources = forms.single("reduce_scatter", outputs), forms.per_rank(inputs)
         comm = self._open("reduce_scatter", output)
         operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
-        return self._issue(comm, "reduce_scatter", [operation], (output,), forms.options(opts), timeout)
+        return self._issue(comm, "reduce_scatter", [operation], (output,), opts, timeout)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
@@ -217,13 +213,13 @@ class ProcessGroupInflight(Issuer):
         output, tensor = forms.plain(output), forms.plain(tensor)
         comm = self._open("all_to_all_single", tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue(comm, "all_to_all_single", [operation], (output,), forms.options(opts))
+        return self._issue(comm, "all_to_all_single", [operation], (output,), opts)
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         comm = self._open_any("all_to_all", inputs)
-        return self._issue(comm, "all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
+        return self._issue(comm, "all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), opts)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return on no rank before all have entered.

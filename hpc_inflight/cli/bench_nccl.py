@@ -11,6 +11,7 @@ import torch.distributed as dist
 import typer
 from rich.console import Console
 from rich.table import Table
+from torch.distributed import distributed_c10d as c10d
 
 import hpc_inflight as hi
 from hpc_inflight import _cupy, _mpi
@@ -25,19 +26,49 @@ _BATCH = 20  # fewer than what makes a launch wait for the device
 _ELEMENTS = 1024
 
 
-def _collectives(size: int, device: torch.device) -> dict[str, Issue]:
-    """Return calls that take a group and ``async_op``."""
+def _collectives(size: int, device: torch.device) -> dict[str, tuple[Issue, Issue]]:
+    """Return, per collective, c10d's function and the group's method below it; they take a group and async_op."""
     one, whole = torch.zeros(_ELEMENTS, device=device), torch.zeros(_ELEMENTS * size, device=device)
     other = torch.zeros_like(whole)
+
+    def options(name: str) -> tuple[Any, Any]:
+        made = getattr(c10d, name)(), getattr(c10d, name)()
+        made[0].asyncOp, made[1].asyncOp = False, True
+        return made
+
+    reduce, gather, scatter = options("AllreduceOptions"), options("AllgatherOptions"), options("ReduceScatterOptions")
+    exchange, spread = options("AllToAllOptions"), options("BroadcastOptions")
     return {
-        "all_reduce": lambda group, later: dist.all_reduce(one, group=group, async_op=later),
-        "all_gather_into_tensor": lambda group, later: dist.all_gather_into_tensor(whole, one, group, later),
-        "reduce_scatter_tensor": lambda group, later: dist.reduce_scatter_tensor(
-            one, whole, group=group, async_op=later
+        "all_reduce": (
+            lambda group, later: dist.all_reduce(one, group=group, async_op=later),
+            lambda group, later: group.allreduce([one], reduce[later]),
         ),
-        "all_to_all_single": lambda group, later: dist.all_to_all_single(other, whole, group=group, async_op=later),
-        "broadcast": lambda group, later: dist.broadcast(one, 0, group, later),
+        "all_gather_into_tensor": (
+            lambda group, later: dist.all_gather_into_tensor(whole, one, group, later),
+            lambda group, later: _method(group, "all_gather_single", "_allgather_base")(whole, one, gather[later]),
+        ),
+        "reduce_scatter_tensor": (
+            lambda group, later: dist.reduce_scatter_tensor(one, whole, group=group, async_op=later),
+            lambda group, later: _method(group, "reduce_scatter_single", "_reduce_scatter_base")(
+                one, whole, scatter[later]
+            ),
+        ),
+        "all_to_all_single": (
+            lambda group, later: dist.all_to_all_single(other, whole, group=group, async_op=later),
+            lambda group, later: _method(group, "all_to_all_single", "alltoall_base")(
+                other, whole, [], [], exchange[later]
+            ),
+        ),
+        "broadcast": (
+            lambda group, later: dist.broadcast(one, 0, group, later),
+            lambda group, later: group.broadcast([one], spread[later]),
+        ),
     }
+
+
+def _method(group: Any, new: str, old: str) -> Any:
+    """Return a method that torch 2.13 has renamed."""
+    return getattr(group, new if hasattr(dist.ProcessGroup, new) else old)
 
 
 def _batch(issue: Issue, group: Any, how: str) -> float:
@@ -87,12 +118,13 @@ def nccl(
     hows = ("issue", "issue + wait", "async_op=False")
     for column in ("", *hows):
         table.add_column(column, justify="right")
-    for name, issue in _collectives(world.world_size, world.device).items():
-        cells = []
-        for how in hows:
-            us = _interleaved(issue, groups, how, rounds)
-            cells.append(f"{us['nccl']:.1f}, {us['ours']:.1f} ({us['ours'] / us['nccl']:.2f})")
-        table.add_row(name, *cells)
+    for name, levels in _collectives(world.world_size, world.device).items():
+        for level, issue in zip((f"dist.{name}", "the group's method"), levels, strict=True):
+            cells = []
+            for how in hows:
+                us = _interleaved(issue, groups, how, rounds)
+                cells.append(f"{us['nccl']:.1f}, {us['ours']:.1f} ({us['ours'] / us['nccl']:.2f})")
+            table.add_row(level, *cells)
     if world.rank == 0:
         version = _cupy.runtime().nccl_version
         typer.echo(

@@ -81,6 +81,8 @@ class Mover(Reducer):
     def all_gather_into(self, output: torch.Tensor, tensor: torch.Tensor) -> Launch:
         """See `Communicator.all_gather_into`."""
         call = "all_gather_into_tensor"
+        if self._simple_pair(tensor, output):
+            return self._launch_all_gather(output, tensor, None)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         check_numel(call, "output", output, tensor.numel() * self.size, f"{self.size} x the input's")
@@ -91,10 +93,11 @@ class Mover(Reducer):
 
     def _all_gather(self, flat: torch.Tensor, tensor: torch.Tensor, after: After) -> Launch:
         """Gather into contiguous memory; the input may be this rank's part of it."""
-        nbytes, target = tensor.nbytes, flat.data_ptr()
-        in_place = layout.plain(tensor) and tensor.data_ptr() == target + self.rank * nbytes
-        value = tensor if in_place else layout.source(tensor, flat)
-        launch, source = self._nccl.allGather, value.data_ptr()
+        in_place = layout.plain(tensor) and tensor.data_ptr() == flat.data_ptr() + self.rank * tensor.nbytes
+        return self._launch_all_gather(flat, tensor if in_place else layout.source(tensor, flat), after)
+
+    def _launch_all_gather(self, flat: torch.Tensor, value: torch.Tensor, after: After) -> Launch:
+        launch, source, target, nbytes = self._nccl.allGather, value.data_ptr(), flat.data_ptr(), value.nbytes
         if not nbytes:
             return nothing
 
@@ -141,6 +144,8 @@ class Mover(Reducer):
     ) -> Launch:
         """See `Communicator.all_to_all_single`."""
         call = "all_to_all_single"
+        if not input_splits and not output_splits and self._simple_exchange(output, tensor):
+            return self._launch_all_to_all(output, tensor)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         expected = split_counts(call, output, output_splits, self.size, "output")
@@ -155,6 +160,42 @@ class Mover(Reducer):
             None if received is output else functools.partial(layout.unflatten, received, [output]),
             (value, received),
         )
+
+    def _simple_exchange(self, output: torch.Tensor, tensor: torch.Tensor) -> bool:
+        """Say whether two tensors of one shape are exchanged in even parts, without a copy or anything to refuse."""
+        if not (
+            output.dtype is tensor.dtype
+            and self._simple(output)
+            and self._simple(tensor)
+            and output.shape == tensor.shape
+            and tensor.dim()
+            and tensor.shape[0] % self.size == 0
+        ):
+            return False
+        nbytes, first, second = tensor.nbytes, tensor.data_ptr(), output.data_ptr()
+        return first + nbytes <= second or second + nbytes <= first
+
+    def _launch_all_to_all(self, output: torch.Tensor, tensor: torch.Tensor) -> Launch:
+        runtime, size, rank, nccl = self.runtime, self.size, self.rank, self._nccl
+        source, target, nbytes = tensor.data_ptr(), output.data_ptr(), tensor.nbytes // size
+        if not nbytes:
+            return nothing
+
+        def run(stream: int, _keep: tuple[torch.Tensor, torch.Tensor] = (tensor, output)) -> None:
+            own = rank * nbytes
+            runtime.copy(target + own, source + own, nbytes, stream)
+            if size == 1:
+                return
+            runtime.group_start()
+            try:
+                for peer in range(size):
+                    if peer != rank:
+                        nccl.send(source + peer * nbytes, nbytes, NCCL_UINT8, peer, stream)
+                        nccl.recv(target + peer * nbytes, nbytes, NCCL_UINT8, peer, stream)
+            finally:
+                runtime.group_end()
+
+        return run
 
     def send_in_group(self, tensor: torch.Tensor, dst: int) -> Launch:
         """Send to a rank, as one of a block of calls."""

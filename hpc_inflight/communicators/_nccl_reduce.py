@@ -56,6 +56,21 @@ class Reducer:
             and not tensor.is_conj()
         )
 
+    def _simple_pair(self, part: torch.Tensor, whole: torch.Tensor) -> bool:
+        """Say the same of a tensor and one of ``size`` such parts, which do not overlap or have this rank's in place.
+
+        One expression for the frequent case, in place of the checks that would each pass.
+        """
+        if not (
+            part.dtype is whole.dtype
+            and self._simple(part)
+            and self._simple(whole)
+            and whole.numel() == part.numel() * self.size
+        ):
+            return False
+        nbytes, first, second = part.nbytes, part.data_ptr(), whole.data_ptr()
+        return first + nbytes <= second or second + self.size * nbytes <= first or first == second + self.rank * nbytes
+
     def _check_tensor(self, call: str, tensor: torch.Tensor, argument: str = "tensor") -> None:
         if tensor.layout is not torch.strided or tensor.get_device() != self._index:
             raise unusable(call, tensor, argument, f"cuda:{self._index}")
@@ -151,6 +166,9 @@ class Reducer:
     def reduce_scatter_into(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> Launch:
         """See `Communicator.reduce_scatter_into`."""
         call = "reduce_scatter_tensor"
+        plan = self._plans.get((op.name, output.dtype))
+        if plan is not None and plan.direct and op.factor is None and self._simple_pair(output, tensor):
+            return self._launch_reduce_scatter(output, output, tensor, plan)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")
@@ -165,6 +183,11 @@ class Reducer:
         own_part = value.data_ptr() + self.rank * result.nbytes
         if result.data_ptr() != own_part and layout.overlap(value, result):
             value = layout.flatten([value])
+        return self._launch_reduce_scatter(output, result, value, plan)
+
+    def _launch_reduce_scatter(
+        self, output: torch.Tensor, result: torch.Tensor, value: torch.Tensor, plan: dtypes.NcclSpec
+    ) -> Launch:
         launch, count = self._nccl.reduceScatter, result.numel() * plan.width
         source, target, nccl_type, nccl_op = value.data_ptr(), result.data_ptr(), plan.nccl_type, plan.nccl_op
         if not count:

@@ -140,12 +140,7 @@ class NCCLCommunicator(Mover):
                 return self._collect(operations, outputs)
         if self._current_device() != self._index:
             with self.runtime.on_device(self._index):
-                return self._enqueue(op, operations, outputs, timeout_s)
-        return self._enqueue(op, operations, outputs, timeout_s)
-
-    def _enqueue(
-        self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float
-    ) -> Work:
+                return self.enqueue(op, operations, outputs, timeout_s)
         stream = self._stream
         if stream.pending and (len(stream.pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
             stream.look_after(self._max_pending, timeout_s)
@@ -265,8 +260,12 @@ class NCCLCommunicator(Mover):
             if len(pair.stream.pending) >= pair.stream.look_at:
                 pair.stream.look_after(self._max_pending, timeout_s)
             caller = runtime.current_stream(index)
-            address, nbytes = value.data_ptr(), value.nbytes
-            return pair.issue(Message(op, self.name, seq, timeout_s, address, nbytes, after, keep, caller))
+            message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
+            if caller and self._capturing():
+                self._check_capture(op)
+                return pair.issue(message, captured=True)
+            self._wait_for_gate(op, timeout_s)
+            return pair.issue(message)
 
     def _pair(self, op: str, peer: int) -> Pair | Loopback:
         key = (self.rank, peer) if op == "send" else (peer, self.rank)
@@ -384,7 +383,7 @@ class NCCLCommunicator(Mover):
                     completion.fail(self._unusable)
 
     def _end(self, how: Callable[[Any], None]) -> None:
-        """Destroy or abort all communicators, in a thread: NCCL may never return, and offers no deadline."""
+        """Destroy or abort all communicators, in threads: NCCL may never return, and offers no deadline."""
         self._stopping = True
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
@@ -392,18 +391,27 @@ class NCCLCommunicator(Mover):
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
         runtime, index = self.runtime, self._index
 
-        def run() -> None:
+        def run(nccl: Any) -> None:
             runtime.settle_device(index)
-            for nccl in ended:
-                how(nccl)
+            how(nccl)
 
-        thread = threading.Thread(target=run, name=f"hpc_inflight-end-{self.name}", daemon=True)
-        thread.start()
-        thread.join(_END_S)
+        # all at once: NCCL may wait for the peer of each, and the peers know them in other orders
+        name = f"hpc_inflight-end-{self.name}"
+        threads = [threading.Thread(target=run, args=(nccl,), name=name, daemon=True) for nccl in ended]
+        deadline = time.monotonic() + _END_S
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._pairs = {}
-        if thread.is_alive():
+        left = sum(thread.is_alive() for thread in threads)
+        if left:
             _log.warning(
-                "group %s: NCCL did not end its communicator within %g s; it is left behind", self.name, _END_S
+                "group %s: NCCL did not end %d of %d communicators within %g s; they are left behind",
+                self.name,
+                left,
+                len(threads),
+                _END_S,
             )
             _left_behind.append(streams)  # with the tensors that it may still be using
             return

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from hpc_inflight import topology
+
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -47,9 +49,11 @@ def size(world: hi.World) -> int:
 
 @pytest.fixture(scope="session")
 def gpu(world: hi.World) -> torch.device:
-    """This rank's device, which is the current one from here on."""
-    torch.cuda.set_device(world.device)
-    return world.device
+    """This rank's device, which is the current one from here on, whether or not the world is on the CPU."""
+    index = topology.device_index(torch.cuda.device_count(), world.local_rank, world.hostname)
+    assert index is not None
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 @pytest.fixture(autouse=True)

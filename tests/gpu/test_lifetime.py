@@ -105,7 +105,8 @@ def test_the_process_ends(size: int, end: str, tmp_path: Path) -> None:
     program.write_text(
         textwrap.dedent(f"""
             import time, torch, torch.distributed as dist, hpc_inflight as hi
-            w = hi.init(timeout_s=60)
+            w = hi.init(timeout_s=60, eager=True)
+            assert dist.group.WORLD._nccl is not None
             t = torch.ones(1000, device=w.device)
             dist.all_reduce(t)
             torch.cuda.synchronize()
