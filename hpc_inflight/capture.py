@@ -86,13 +86,17 @@ def begin(call: Callable[[], None], capture: object, timeout_s: float, what: str
         DrainTimeout: Work was still enqueued after ``timeout_s``; the capture has not begun.
         CommunicatorAborted: A group was aborted, so that its work never completes.
     """
-    with group_set.drained(timeout_s, what), group_set.polling:
-        group_set.capture_began(capture)
-        try:
-            call()
-        except BaseException:
-            group_set.capture_ended(capture)
-            raise
+    group_set.close_and_drain(timeout_s, what)
+    try:
+        with group_set.polling:
+            group_set.capture_began(capture)
+            try:
+                call()
+            except BaseException:
+                group_set.capture_ended(capture)
+                raise
+    finally:
+        group_set.gate.open()
 
 
 class graph:  # noqa: N801  # torch.cuda.graph's name

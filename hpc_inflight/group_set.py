@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpc_inflight.errors import DrainTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Sequence
 
     from hpc_inflight.work import Completion
 
@@ -23,6 +22,9 @@ class Group(Protocol):
 
     def pending_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first."""
+
+    def is_idle(self) -> bool:
+        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
 
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
@@ -122,19 +124,18 @@ class Gate:
                 msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
                 raise DrainTimeout(msg)
 
-    @contextlib.contextmanager
-    def shut(self) -> Iterator[None]:
-        """Keep the gate closed meanwhile; several threads may at once."""
+    def close(self) -> None:
+        """Close it until `open`; several threads may at once."""
         with self._changed:
             self._closers.append(threading.get_ident())
             self.closed = True
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._closers.remove(threading.get_ident())
-                self.closed = bool(self._closers)
-                self._changed.notify_all()
+
+    def open(self) -> None:
+        """Undo this thread's `close`."""
+        with self._changed:
+            self._closers.remove(threading.get_ident())
+            self.closed = bool(self._closers)
+            self._changed.notify_all()
 
 
 gate = Gate()
@@ -173,27 +174,30 @@ def wait_for_all_pending_works(timeout_s: float) -> None:
         DrainTimeout: The deadline passed; names the group, operation, sequence number, shape and age.
         CommunicatorAborted: A group was aborted; names it.
     """
-    with drained(timeout_s, "wait_for_all_pending_works"):
-        pass
+    close_and_drain(timeout_s, "wait_for_all_pending_works")
+    gate.open()
 
 
-@contextlib.contextmanager
-def drained(timeout_s: float, what: str) -> Iterator[None]:
-    """Wait as `wait_for_all_pending_works` does, and keep other threads from enqueuing until the block ends."""
-    if not _groups:
-        yield
-        return
+def close_and_drain(timeout_s: float, what: str) -> None:
+    """Wait as `wait_for_all_pending_works` does, with the gate closed, and leave it closed unless this raises.
+
+    **Local:** the same thread opens the gate.
+    """
     deadline = time.monotonic() + timeout_s
-    with gate.shut():
-        found = True
-        while found:  # again, since a callback of one group's work may have issued on another
-            found = False
-            for group in groups():
-                group.quiesce()
-                while pending := group.pending_works():
-                    found = True
-                    _wait(group, pending, deadline, timeout_s, what)
-        yield
+    gate.close()
+    try:
+        while not all(group.is_idle() for group in list(_groups.values())):
+            _drain(deadline, timeout_s, what)  # and look again: a callback may have issued
+    except BaseException:
+        gate.open()
+        raise
+
+
+def _drain(deadline: float, timeout_s: float, what: str) -> None:
+    for group in groups():
+        group.quiesce()
+        while pending := group.pending_works():
+            _wait(group, pending, deadline, timeout_s, what)
 
 
 def _wait(group: Group, pending: Sequence[Completion], deadline: float, timeout_s: float, what: str) -> None:

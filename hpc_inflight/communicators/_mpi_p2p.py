@@ -106,17 +106,17 @@ class Requests:
     """The requests of one group that MPI is not done with, whatever their users dropped."""
 
     def __init__(self) -> None:
-        self._live: dict[RequestCompletion, None] = {}  # a set that keeps the order of issue
+        self.live: dict[RequestCompletion, None] = {}  # a set that keeps the order of issue
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def add(self, completion: RequestCompletion) -> None:
         """Keep a request until it is complete."""
-        self._live[completion] = None
+        self.live[completion] = None
 
     def discard(self, completion: RequestCompletion) -> None:
         """Let go of a complete request."""
-        self._live.pop(completion, None)
+        self.live.pop(completion, None)
 
     def sweep(self) -> None:
         """Test every request once, oldest first, up to the first few that are still in flight.
@@ -124,20 +124,20 @@ class Requests:
         Called before each one is added, so that dropped ones do not pile up.
         """
         still = 0
-        for completion in list(self._live):
+        for completion in list(self.live):
             still += not completion.poll()
             if still > 4:  # noqa: PLR2004  # bounds the cost of issuing; the rest come next time
                 return
 
     def pending(self) -> list[Completion]:
         """Return what is not complete, oldest first."""
-        if self._live:
+        if self.live:
             self.sweep()
-        return list(self._live)
+        return list(self.live)
 
     def give_up(self, error: BaseException | None = None) -> None:
         """Cancel what can be, and keep the rest and its buffers until MPI is done with them, beyond the group."""
-        for completion in list(self._live):
+        for completion in list(self.live):
             completion.give_up(error)
             if error is not None:
                 self.discard(completion)
@@ -151,10 +151,10 @@ class Requests:
 
     def _run(self) -> None:
         while True:
-            for completion in list(self._live):
+            for completion in list(self.live):
                 completion.poll()
             with self._lock:  # with the lock: `progress` must not take a thread that is ending for a running one
-                if not self._live:
+                if not self.live:
                     self._thread = None
                     return
             time.sleep(_PROGRESS_SLEEP_S)

@@ -33,7 +33,7 @@ class Worker:
         self._name = name
         self._max_pending = max_pending
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._pending: deque[Completion] = deque()
+        self.queued: deque[Completion] = deque()  # and what runs, which is the first
         self._executing = threading.Lock()  # held while an MPI collective of this group runs
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
@@ -54,7 +54,7 @@ class Worker:
         Returns:
             False when they must be enqueued behind what is.
         """
-        if (self._pending and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
+        if (self.queued and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
             return False
         try:
             for operation in operations:
@@ -71,9 +71,9 @@ class Worker:
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Wait for the oldest while ``max_pending`` are enqueued: tensors held stay bounded when the host is ahead."""
-        while len(self._pending) >= self._max_pending:
+        while len(self.queued) >= self._max_pending:
             with contextlib.suppress(IndexError):  # it may be gone by now
-                self._pending[0].block(timeout_s)
+                self.queued[0].block(timeout_s)
 
     def submit(self, completion: Completion, operations: Sequence[Operation]) -> None:
         """Enqueue operations.
@@ -83,7 +83,7 @@ class Worker:
         """
         if self._thread is None:
             self._start()
-        self._pending.append(completion)
+        self.queued.append(completion)
         self._queue.put((completion, operations))
 
     def _start(self) -> None:
@@ -106,7 +106,7 @@ class Worker:
             del completion, error
 
     def _leave(self) -> None:
-        self._pending.popleft()
+        self.queued.popleft()
 
     def _run(self, operations: Sequence[Operation]) -> BaseException | None:
         # a frame of its own: in the loop's, the last operation would hold its tensors until the next job
@@ -122,7 +122,7 @@ class Worker:
 
     def pending(self) -> list[Completion]:
         """Return what is enqueued or running, oldest first; not what was failed and only MPI is not done with."""
-        return [completion for completion in list(self._pending) if not completion.completed]
+        return [completion for completion in list(self.queued) if not completion.completed]
 
     def stop(self) -> None:
         """End the thread once it has run what is enqueued; does not wait for it."""
@@ -133,5 +133,5 @@ class Worker:
         """End the thread after what is running, which MPI cannot cancel; all that is enqueued or runs fails."""
         self._aborted = error
         self.stop()
-        for completion in list(self._pending):
+        for completion in list(self.queued):
             completion.fail(error)

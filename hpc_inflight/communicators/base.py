@@ -118,6 +118,12 @@ class Communicator(Protocol):
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
         """Make a communicator of some of the group's ranks; collective over those only."""
 
+    def is_idle(self) -> bool:
+        """Say whether nothing is pending and nothing has failed, once those that were enqueuing have done so.
+
+        Cheap, and never wrong about what is idle: it may take something for pending that has just completed.
+        """
+
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raises `CommunicatorAborted` after an abort."""
 

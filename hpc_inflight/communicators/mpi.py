@@ -131,6 +131,11 @@ class MPICommunicator(Mover):
             self._issue_lock.release()
             gate.wait(timeout_s, f"{op} on group {self.name}")
 
+    def is_idle(self) -> bool:
+        """See `Communicator.is_idle`."""
+        with self._issue_lock:
+            return not (self._worker.queued or self._requests.live or self._unusable)
+
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
         with self._issue_lock:

@@ -359,6 +359,14 @@ class NCCLCommunicator(Mover):
         if late is not None:
             raise DrainTimeout(f"destroying group {self.name}: {late}") from None
 
+    def is_idle(self) -> bool:
+        """See `Communicator.is_idle`."""
+        for stream in self._streams():
+            with stream.lock:
+                if stream.pending:
+                    return False
+        return self._unusable is None
+
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
         for stream in self._streams():

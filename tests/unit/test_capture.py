@@ -30,6 +30,9 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
+    def is_idle(self) -> bool:
+        return not self.pending_works() and self.failure is None
+
     def quiesce(self) -> None:
         if self.failure is not None:
             raise self.failure

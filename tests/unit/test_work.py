@@ -154,6 +154,9 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
+    def is_idle(self) -> bool:
+        return not self.pending_works()
+
     def quiesce(self) -> None:
         pass
 
