@@ -361,11 +361,10 @@ class NCCLCommunicator(Mover):
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
-        for stream in self._streams():
-            with stream.lock:
-                if stream.pending:
-                    return False
-        return self._unusable is None
+        with self._stream.lock:
+            if self._stream.pending or self._unusable is not None:
+                return False
+        return not self._pairs or not any(pair.stream.pending for pair in list(self._pairs.values()))
 
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
