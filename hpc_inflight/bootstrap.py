@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import logging
 import os
 import socket
 import sys
@@ -18,13 +19,20 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from hpc_inflight import _mpi, group_set, store, topology
+from hpc_inflight import _mpi, group_set, launchers, store, topology
 from hpc_inflight.config import config
-from hpc_inflight.errors import AlreadyInitializedError, InflightError, InvalidArgumentError, NotInitializedError
+from hpc_inflight.errors import (
+    AlreadyInitializedError,
+    InflightError,
+    InvalidArgumentError,
+    LaunchError,
+    NotInitializedError,
+)
 
 if TYPE_CHECKING:
     from types import TracebackType
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _world: World | None = None
 _exit_hook_installed = False
@@ -75,7 +83,8 @@ def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
     Raises:
         AlreadyInitializedError: A default group exists.
         InvalidArgumentError: ``timeout_s`` is not positive, or ``device`` is neither None nor ``"cpu"``.
-        LaunchError: The launcher and MPI disagree, or a rank has no GPU while others have.
+        LaunchError: The launcher and MPI disagree, the ranks loaded different MPI libraries, or a rank has no GPU while
+            others have.
         MPIUnavailableError: No MPI library.
         CollectiveTimeout: A rank did not come.
     """
@@ -115,25 +124,43 @@ def _survey(timeout_s: float, device: str | None) -> World:
     local_rank, local_size = shared.rank, shared.size
     leader = shared.bcast(comm.rank)
     shared.Free()
-    nodes = topology.node_ranks(comm.allgather(leader))
-    hostname = socket.gethostname()
-    index = None if device == "cpu" else topology.device_index(torch.cuda.device_count(), local_rank, hostname)
+    place = topology.Place(
+        leader=leader,
+        local_rank=local_rank,
+        hostname=socket.gethostname(),
+        visible=0 if device == "cpu" else torch.cuda.device_count(),
+        mask=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        library=_mpi.library_line(mpi),
+    )
+    places = _mpi.allgather(place, timeout_s, "init")
+    differs = launchers.library_differs([each.library for each in places])
+    if differs is not None:
+        raise LaunchError(f"init: {differs}")
+    topology.check_devices(places)
+    index = topology.device_index(place.visible, local_rank)
     levels = {
         mpi.THREAD_SINGLE: "single",
         mpi.THREAD_FUNNELED: "funneled",
         mpi.THREAD_SERIALIZED: "serialized",
         mpi.THREAD_MULTIPLE: "multiple",
     }
+    level = levels[mpi.Query_thread()]
+    if level != "multiple" and comm.rank == 0:
+        _log.warning(
+            "hpc_inflight: MPI grants MPI_THREAD_%s, so every collective runs in its caller and nothing overlaps; "
+            "let init() start MPI, or ask for MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level) where it is started",
+            level.upper(),
+        )
     vendor, version = mpi.get_vendor()
     return World(
         rank=comm.rank,
         world_size=comm.size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=nodes[leader],
-        hostname=hostname,
+        node_rank=topology.node_ranks([each.leader for each in places])[leader],
+        hostname=place.hostname,
         device=torch.device("cpu") if index is None else torch.device("cuda", index),
-        thread_level=levels[mpi.Query_thread()],
+        thread_level=level,
         mpi_vendor=vendor,
         mpi_version=tuple(version),
     )

