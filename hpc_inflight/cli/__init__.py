@@ -5,9 +5,11 @@ from __future__ import annotations
 import typer
 
 from hpc_inflight.cli import bench
+from hpc_inflight.cli.info import info
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools for PyTorch jobs on hpc_inflight.")
 app.add_typer(bench.app, name="bench")
+app.command()(info)
 
 
 @app.callback()

@@ -30,6 +30,7 @@ NODES = ("n1", "n2")
 CPUS = 4
 GPUS = 4
 _START_S = 30.0
+_STOP_S = 10.0
 _APT_S = 300.0
 
 _SLURM_CONF = """\
@@ -164,15 +165,17 @@ class Cluster:
         """Cancel all jobs, end what `start` started, and remove the folder."""
         with contextlib.suppress(OSError, subprocess.TimeoutExpired, ClusterError):
             self.run("scancel", "--user=root", timeout_s=10)
-            self._wait_for("the jobs", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), 10)
-        for daemon in reversed(self._daemons):
-            daemon.terminate()
-        deadline = time.monotonic() + 10
-        while any(daemon.poll() is None for daemon in self._daemons) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        for daemon in self._daemons:
-            daemon.kill()
-            daemon.wait()
+            self._wait_for("the jobs", lambda: not self.run("squeue", "-h", timeout_s=5).stdout.strip(), _STOP_S)
+        # munged last: the others sign with it what they still have to say
+        for daemons in (self._daemons[1:], self._daemons[:1]):
+            for daemon in daemons:
+                daemon.terminate()
+            deadline = time.monotonic() + _STOP_S
+            while any(daemon.poll() is None for daemon in daemons) and time.monotonic() < deadline:
+                time.sleep(0.05)
+            for daemon in daemons:
+                daemon.kill()
+                daemon.wait()
         self._daemons.clear()
         shutil.rmtree(self.root, ignore_errors=True)
 
@@ -265,6 +268,7 @@ def main() -> int:
         with running() as cluster:
             command = options.command or [os.environ.get("SHELL", "/bin/sh")]
             signal.signal(signal.SIGINT, signal.SIG_IGN)  # the command's, if it wants it
+            signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # through `running`, which ends the jobs
             return subprocess.run(command, env=os.environ | cluster.env, check=False).returncode
     except ClusterError as error:
         sys.stderr.write(f"cluster.py: {error}\n")
