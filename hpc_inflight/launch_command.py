@@ -381,6 +381,23 @@ def plan_here(wanted: Wanted, environ: Mapping[str, str]) -> Launch:
     return launch
 
 
+def srun_mpi(environ: Mapping[str, str]) -> str:
+    """Find what srun's ``--mpi`` must be for the MPI library that this Python's mpi4py loads.
+
+    **Local:** starts a short process; MPI is not initialised.
+
+    Args:
+        environ: the job's environment.
+
+    Returns:
+        ``"pmix"`` or ``"pmi2"``.
+
+    Raises:
+        LaunchError: mpi4py finds no MPI library, or one that is not known here.
+    """
+    return _SRUN_MPI[_known_mpi(clean_env(environ))[0]]
+
+
 def _check_nodes(nodes: int, *, overlap: bool) -> None:
     """Raise when a node cannot import the package."""
     argv = ["srun", "--mpi=none", f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--cpus-per-task=1"]

@@ -7,10 +7,12 @@ usage() {
 usage: launch/test.sh [--quick]
 
 Sets up the environment (launch/setup.sh -h), then: lint, types, layers; unit tests; tests on 1 to 4 ranks; tests on
-2 ranks with the other MPI; whole jobs. The exit code is 0 when all of it passed.
+2 ranks with the other MPI; whole jobs; jobs on a Slurm cluster of two nodes, both on this machine. As root on Debian
+that installs slurm-wlm, munge and libpmix2. The exit code is 0 when all of it passed.
 
   --quick   only lint, types, layers, unit tests and 2 ranks
   MPI       openmpi (default) or mpich: the MPI that runs everything
+  HPC_INFLIGHT_REQUIRE_SLURM   1: fail where no Slurm cluster can run; else its tests are skipped there with the reason
 TEXT
 }
 
@@ -70,6 +72,13 @@ other_mpi_tests() {
     MPI4PY_LIBMPI=$prefix/lib/$2 mpi_tests 2 "not slow"
 }
 
+slurm_tests() {
+    if ((EUID == 0)); then
+        python tests/slurm/cluster.py --install true || [[ -z ${HPC_INFLIGHT_REQUIRE_SLURM:-} ]]
+    fi
+    python -m pytest tests/slurm
+}
+
 # shellcheck source=launch/setup.sh
 source launch/setup.sh examples,test,dev,bench
 
@@ -77,7 +86,7 @@ step "ruff check" ruff check .
 step "ruff format" ruff format --check .
 step "mypy" mypy
 step "import-linter" lint-imports --no-logo
-step "shellcheck" shellcheck --external-sources launch/*.sh .ci/run
+step "shellcheck" shellcheck --external-sources launch/*.sh slurm/*.sbatch .ci/run
 step "unit tests" python -m pytest tests/unit
 if [[ -n $quick ]]; then
     step "tests/mpi, ranks: 2" mpi_tests 2 "not slow"
@@ -94,3 +103,4 @@ case ${MPI:-openmpi} in
     mpich) step "tests/mpi, ranks: 2, Open MPI" other_mpi_tests openmpi libmpi.so.40 ;;
 esac
 step "whole jobs" python -m pytest tests/subprocess
+step "Slurm" slurm_tests

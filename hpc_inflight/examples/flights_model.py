@@ -8,7 +8,7 @@ every rank and their gradients are averaged.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -65,6 +65,12 @@ class ShardedEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.cat([torch.empty(0, sharding.dim), *tables]))
         first_rows = [sum(table_rows[sharding.own.start : t]) for t in sharding.own]
         self.register_buffer("first_rows", torch.tensor(first_rows, dtype=torch.int64))
+        self._rows = [table_rows[t] for t in sharding.own]
+
+    def row_slices(self) -> dict[int, slice]:
+        """Return where in the parameter each own table lies, by the table's number."""
+        ends = list(accumulate(self._rows))
+        return {t: slice(end - rows, end) for t, rows, end in zip(self.sharding.own, self._rows, ends, strict=True)}
 
     def lookup(self, sparse: torch.Tensor) -> torch.Tensor:
         """Return the rows of the global batch in this rank's tables, shape (global batch, own tables, dim).

@@ -72,6 +72,7 @@ _NODE = """
 hostname "$1"
 mount --make-rprivate /
 mount --bind "$2/hosts" /etc/hosts
+mount --bind "$2/own-$1" "$2/own"
 exec setpriv --pdeathsig TERM slurmd -D -N "$1" -f "$2/slurm.conf"
 """
 
@@ -107,7 +108,8 @@ class Cluster:
     """The cluster's daemons and its folder.
 
     Attributes:
-        root: Folder with configuration, state and logs.
+        root: Folder with configuration, state and logs. On each node ``own`` in it is another folder, which the
+            machine itself sees as ``own-n1`` and ``own-n2``.
         env: What Slurm's commands need in their environment.
     """
 
@@ -187,7 +189,7 @@ class Cluster:
 
     def _configure(self) -> None:
         root, host = self.root, socket.gethostname()
-        for folder in ("state", *(f"{kind}-{node}" for kind in ("spool", "tmp") for node in NODES)):
+        for folder in ("state", "own", *(f"{kind}-{node}" for kind in ("spool", "tmp", "own") for node in NODES)):
             (root / folder).mkdir()
         for index in range(GPUS):
             os.mknod(root / f"gpu{index}", stat.S_IFCHR | 0o666, os.makedev(1, 3))  # /dev/null by another name

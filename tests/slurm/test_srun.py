@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -94,10 +93,7 @@ def test_a_rank_that_dies_ends_the_job_on_both_nodes(site: Site, mpi: MPI, how: 
     done = site.run("salloc", "--quiet", *TWO_BY_TWO, RUN_SH, "python", "-c", DIES.format(how=how), env=mpi.env)
     assert done.returncode != 0
     assert done.stdout.count("up") == 4, done.stdout + done.stderr
-    deadline = time.monotonic() + 20
-    while site.run("squeue", "-h").stdout and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert site.run("squeue", "-h").stdout == ""
+    assert site.left_over() == ""
 
 
 def test_a_batch_script_s_own_python_is_a_world_of_one_and_says_so(site: Site, mpi: MPI) -> None:
