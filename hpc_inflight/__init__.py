@@ -15,22 +15,27 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 
 from __future__ import annotations
 
-from hpc_inflight import backend, store
+from hpc_inflight import backend, capture, store, watchdog
 from hpc_inflight.bootstrap import World, finalize, init, world
+from hpc_inflight.capture import graph
 from hpc_inflight.errors import (
     AlreadyInitializedError,
     CollectiveMismatch,
     CollectiveTimeout,
+    CommunicatorAborted,
     DrainTimeout,
     GroupDestroyedError,
     InflightError,
     InvalidArgumentError,
     LaunchError,
+    MissedWaitWarning,
     MPIUnavailableError,
     NotInitializedError,
     StoreError,
     StoreTimeout,
     UnsupportedError,
+    UnwaitedError,
+    UnwaitedWarning,
 )
 from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
 from hpc_inflight.group_set import groups, wait_for_all_pending_works
@@ -42,6 +47,7 @@ __all__ = [
     "AlreadyInitializedError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CommunicatorAborted",
     "DrainTimeout",
     "GroupDestroyedError",
     "InflightError",
@@ -49,13 +55,17 @@ __all__ = [
     "InvalidArgumentError",
     "LaunchError",
     "MPIUnavailableError",
+    "MissedWaitWarning",
     "NotInitializedError",
     "StoreError",
     "StoreTimeout",
     "UnsupportedError",
+    "UnwaitedError",
+    "UnwaitedWarning",
     "World",
     "allow_inflight_collective_as_graph_input",
     "finalize",
+    "graph",
     "groups",
     "inflight",
     "init",
@@ -66,4 +76,6 @@ __all__ = [
 ]
 
 backend.register()
+capture.register()
+watchdog.register()
 store.register_rendezvous()

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from hpc_inflight import _torch_compat as compat
+from hpc_inflight._call_site import caller
 from hpc_inflight._inflight_storage import Entry, Handle, Record, Storage, this_thread
 from hpc_inflight._torch_compat import NO_TIMEOUT
+from hpc_inflight._unwaited import Tally
 from hpc_inflight.work import Work
 
 if TYPE_CHECKING:
@@ -40,51 +42,61 @@ class Registry:
         self._lock = threading.RLock()
         self._purged = threading.Condition(self._lock)
         self._storages: OrderedDict[int, Storage] = OrderedDict()  # in the order in which the sweep looks at them
-        self.registered = self.by_tensor = self.by_work = self.unwaited = 0
+        self.registered = self.by_tensor = self.by_work = self.missed = 0
+        self.unwaited = Tally()  # complete, never waited, and nobody can any more
         self.wait_s = 0.0
+        self.records_sites = False
+        self.on_missed: Callable[[torch.Tensor], None] | None = None  # in strict mode: for a wait that found nothing
         self._held_up = 0  # threads that wait for the end of a purge
 
     def register(self, tensor: torch.Tensor, work: object) -> None:
         """Add a work, and look at a few storages for what has gone meanwhile."""
         me = this_thread.token
+        key = compat.storage_key(tensor)
+        gone = kind = None
         with self._lock:
-            storage = self._storage_of(tensor, me)
-            record = Record(self._entry_of(work), storage, storage.stand_in(me), tensor)
-            storage.live[record] = record.entry.records[record] = None
-            if len(self._storages) == 1:
-                return
-            gone = self._sweep(_SWEEP_PER_REGISTRATION, me)
+            storage = self._storages.get(key)
+            if storage is not None and storage.purger is not None and storage.purger is not me:
+                storage = self._purged_storage(storage)
+            if storage is None:
+                storage = self._storages[key] = Storage(self, tensor, key)
+            else:
+                kind = tensor.shape, tensor.dtype
+            entry = self._entry_of(work)
+            record = Record(entry, storage, storage.stand_in(me), kind)
+            storage.live[record] = entry.records[record] = None
+            if self.records_sites:
+                entry.site = entry.site or caller()
+            if len(self._storages) > 1:
+                gone = self._sweep(_SWEEP_PER_REGISTRATION, me)
         if gone:
             self._purge(gone, quiet=True)
 
-    def _storage_of(self, tensor: torch.Tensor, me: object) -> Storage:
-        key = compat.storage_key(tensor)
-        storage = self._storages.get(key)
-        if storage is not None and storage.purger is not None and storage.purger is not me:
-            purged = storage
-            self._held_up += 1
-            self._purged.wait_for(lambda: purged.purger is None, _PURGE_S)
-            self._held_up -= 1
-            storage = self._storages.get(key)
-        if storage is None:
-            storage = self._storages[key] = Storage(self, tensor, key)
-        return storage
+    def _purged_storage(self, storage: Storage) -> Storage | None:
+        """Wait until another thread has popped the handles of a storage, and return what stands for it then."""
+        self._held_up += 1
+        self._purged.wait_for(lambda: storage.purger is None, _PURGE_S)
+        self._held_up -= 1
+        return self._storages.get(storage.key)
 
     def _entry_of(self, work: object) -> Entry:
-        if not isinstance(work, Work) or type(work).wait is not Work.wait:
+        if type(work) is not Work and (not isinstance(work, Work) or type(work).wait is not Work.wait):
             self.registered += 1
             return Entry(None, work)
         registration = work.registration
         if not isinstance(registration, Entry) or not registration.records:
             self.registered += 1
-            registration = work.registration = Entry(work.completion, work)
+            registration = work.registration = Entry(work.completion, None)
         return registration
 
     def close(self, entry: Entry) -> None:
         """Remove a work that was waited by its own ``wait``."""
+        me = this_thread.token
         with self._lock:
-            self.by_work += bool(entry.records)
-            gone = self._remove(entry, this_thread.token)
+            if not entry.records:
+                return
+            self.by_work += 1
+            gone = self._remove(entry, me)
         if gone:
             self._purge(gone)
 
@@ -94,9 +106,10 @@ class Registry:
         gone = []
         for record in records:
             storage = record.storage
-            storage.live.pop(record, None)
+            live = storage.live
+            live.pop(record, None)
             record.slot.idle += 1
-            if not storage.live and storage.purger is None:
+            if not live and storage.purger is None:
                 storage.purger = me
                 gone.append(storage)
         return gone
@@ -162,17 +175,27 @@ class Registry:
         if type(tensor) not in _PLAIN or not compat.has_storage(tensor):
             return operator(tensor)
         me = this_thread.token
+        key = compat.storage_key(tensor)
+        found = False
         for _ in range(_WAITS):
             with self._lock:
-                storage = self._storage_of(tensor, me)
+                storage = self._storages.get(key)
+                if storage is not None and storage.purger is not None and storage.purger is not me:
+                    storage = self._purged_storage(storage)
+                if storage is None:
+                    storage = self._storages[key] = Storage(self, tensor, key)
                 ours = storage.purger is None and not storage.live
                 if ours:
                     storage.purger = me
             if ours or self.wait(storage, NO_TIMEOUT):
+                before = compat.registry_size() if self.on_missed is not None else 0
                 try:
                     return operator(tensor)
                 finally:
                     self._purge([storage])
+                    if self.on_missed is not None and ours and not found and compat.registry_size() >= before:
+                        self.on_missed(tensor)
+            found = True
             if storage.purger is me:
                 break
         return operator(tensor)
@@ -186,7 +209,17 @@ class Registry:
         failure = None
         try:
             for storage in storages:
-                failure = self._pop_handles(storage) or failure
+                # handles in no slot are mostly those that a wait_tensor below us in this thread has taken and waits for
+                fruitless = _FRUITLESS_POPS if storage.slots else 1
+                storage.slots = {}  # whoever registers meanwhile brings a new handle
+                in_torch = storage.in_torch
+                while in_torch and fruitless:
+                    before = len(in_torch)
+                    try:
+                        compat.pop_from_torch(storage.alias)
+                    except Exception as error:  # noqa: BLE001  # another package's; raised below
+                        failure = failure or error
+                    fruitless -= len(in_torch) >= before
         finally:
             with self._lock:
                 for storage in storages:
@@ -195,25 +228,12 @@ class Registry:
                         storage.swallowed = False
                         if storage.live:
                             storage.put_back(this_thread.token)
-                    self._forget(storage)
+                    if not (storage.live or storage.in_torch):
+                        self._forget(storage)
                 if self._held_up:
                     self._purged.notify_all()
         if failure is not None and not quiet:
             raise failure
-
-    def _pop_handles(self, storage: Storage) -> Exception | None:
-        # handles in no slot are mostly those that a wait_tensor below us in this thread has taken and waits for next
-        fruitless = _FRUITLESS_POPS if storage.slots else 1
-        storage.slots = {}  # whoever registers meanwhile brings a new handle
-        failure = None
-        while storage.in_torch and fruitless:
-            before = len(storage.in_torch)
-            try:
-                compat.pop_from_torch(storage.alias)
-            except Exception as error:  # noqa: BLE001  # another package's; its caller raises it
-                failure = failure or error
-            fruitless -= len(storage.in_torch) >= before
-        return failure
 
     def _forget(self, storage: Storage) -> None:
         # one with handles left stays: new records must come to them, or a wait would not see all; see the sweep
@@ -251,7 +271,10 @@ class Registry:
                 # another output of the same work may still be alive and waited for: only this storage's records go
                 records = record.entry.records
                 records.pop(record, None)
-                self.unwaited += not records
+                if not records:
+                    record.count_in(self.unwaited)
+                    if record.entry.scope is not None:
+                        record.count_in(record.entry.scope)
             storage.live = {}
             storage.purger = me
             gone.append(storage)
@@ -264,6 +287,23 @@ class Registry:
                 gone = self._sweep(len(self._storages) if limit is None else limit, this_thread.token)
             if gone:
                 self._purge(gone, quiet=True)
+
+    def forget(self) -> None:
+        """Remove every work without waiting, at the end of the process: torch would report them once more."""
+        me = this_thread.token
+        with self._lock:
+            gone = [storage for storage in self._storages.values() if storage.purger is None]
+            for storage in gone:
+                storage.live = {}
+                storage.purger = me
+        self._purge(gone, quiet=True)
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        """Say whether a wait for this tensor finds a work here, or is itself a part of this registry's work."""
+        if not compat.has_storage(tensor):
+            return False
+        storage = self._storages.get(compat.storage_key(tensor))
+        return storage is not None and (bool(storage.live) or storage.purger is this_thread.token)
 
     def records(self) -> list[Record]:
         """Return every live record."""

@@ -16,20 +16,28 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._torch_compat import NO_TIMEOUT, BaseWork
+from hpc_inflight._unwaited import Kind
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     import torch
 
+    from hpc_inflight._unwaited import Tally
     from hpc_inflight.work import Completion
 
 
 class _Thread(threading.local):
-    """A token of the running thread, never used again by another, as the system's own numbers are."""
+    """What the running thread is known by here.
+
+    Attributes:
+        token: Never used again by another thread, as the system's own numbers are.
+        scope: Counts what is registered by this thread and lost, for a context that wants to know.
+    """
 
     def __init__(self) -> None:
         self.token = object()
+        self.scope: Tally | None = None
 
 
 this_thread = _Thread()
@@ -53,12 +61,14 @@ class Slot:
 
     Attributes:
         idle: How many of them stand for no live record, so that the next registration needs no new one.
+        thread: Its token.
     """
 
-    __slots__ = ("idle",)
+    __slots__ = ("idle", "thread")
 
-    def __init__(self) -> None:
+    def __init__(self, thread: object) -> None:
         self.idle = 0
+        self.thread = thread
 
 
 class Storage:
@@ -99,12 +109,13 @@ class Storage:
         """Give torch one more handle, from this thread, and return its slot."""
         slot = self.slots.get(thread)
         if slot is None:
-            slot = Slot()
+            slot = self.slots[thread] = Slot(thread)
         handle = Handle()
-        handle.storage, handle.thread, handle.slot, handle.waited = self, thread, slot, False
+        handle.storage = self
+        handle.slot = slot
+        handle.waited = False
         compat.register_in_torch(self.alias, handle)
         self.in_torch[id(handle)] = thread
-        self.slots[thread] = slot
         return slot
 
     def put_back(self, thread: object) -> None:
@@ -115,21 +126,35 @@ class Storage:
     def popped(self, handle: Handle) -> None:
         """Note that torch no longer has this handle."""
         self.in_torch.pop(id(handle), None)
-        if self.slots.get(handle.thread) is handle.slot:
-            del self.slots[handle.thread]
+        thread = handle.slot.thread
+        if self.slots.get(thread) is handle.slot:
+            del self.slots[thread]
 
 
 class Record:
-    """One work registered for one tensor."""
+    """One work registered for one tensor.
 
-    __slots__ = ("dtype", "entry", "shape", "slot", "storage")
+    Attributes:
+        kind: The tensor's shape and dtype; None where they are those of the storage's alias.
+    """
 
-    def __init__(self, entry: Entry, storage: Storage, slot: Slot, tensor: torch.Tensor) -> None:
+    __slots__ = ("entry", "kind", "slot", "storage")
+
+    def __init__(self, entry: Entry, storage: Storage, slot: Slot, kind: tuple[torch.Size, torch.dtype] | None) -> None:
         self.entry = entry
         self.storage = storage
         self.slot = slot
-        self.shape = tensor.shape
-        self.dtype = tensor.dtype
+        self.kind = kind
+
+    def shape_and_dtype(self) -> tuple[tuple[int, ...], torch.dtype]:
+        """Return those of the tensor that was registered."""
+        shape, dtype = self.kind or (self.storage.alias.shape, self.storage.alias.dtype)
+        return tuple(shape), dtype
+
+    def count_in(self, tally: Tally) -> None:
+        """Count this record's work among those that nobody waited for."""
+        entry = self.entry
+        tally.add(Kind(entry.op(), entry.group(), *self.shape_and_dtype(), entry.site), entry.seq())
 
 
 class Entry:
@@ -139,17 +164,37 @@ class Entry:
         completion: Of a work of this package. Not the work itself: it holds the output tensors, and the entry must
             see when nobody else does.
         work: A work of another package.
-        issued_at: ``time.monotonic()`` when it was issued, or registered.
+        registered_at: ``time.monotonic()`` when a work of another package was registered.
+        scope: The registering thread's scope.
+        site: Where it was registered, if that is recorded.
         records: None once it was waited.
     """
 
-    __slots__ = ("completion", "issued_at", "records", "work")
+    __slots__ = ("completion", "records", "registered_at", "scope", "site", "work")
 
     def __init__(self, completion: Completion | None, work: Any) -> None:
         self.completion = completion
-        self.work: Any = None if completion is not None else work
-        self.issued_at = time.monotonic() if completion is None else completion.issued_at
+        self.work = work
+        self.registered_at = 0.0 if completion is not None else time.monotonic()
+        self.scope = this_thread.scope
+        self.site = ""
         self.records: dict[Record, None] = {}
+
+    def issued_at(self) -> float:
+        """Return ``time.monotonic()`` when it was issued, or registered."""
+        return self.registered_at if self.completion is None else self.completion.issued_at
+
+    def op(self) -> str:
+        """Return the name of the operation, or of another package's class of works."""
+        return type(self.work).__name__ if self.completion is None else self.completion.op
+
+    def group(self) -> str:
+        """Return the name of the group; empty where only another package knows."""
+        return "" if self.completion is None else self.completion.group
+
+    def seq(self) -> int:
+        """Return its number in the group; 0 where only another package knows."""
+        return 0 if self.completion is None else self.completion.seq
 
     def completed(self) -> bool:
         """Say whether the operation has ended, well or not."""
@@ -186,11 +231,10 @@ class Entry:
 class Handle(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
     """What torch's registry holds, and nobody else: so torch dropping it without a wait is seen, too."""
 
-    __slots__ = ("slot", "storage", "thread", "waited")
+    __slots__ = ("slot", "storage", "waited")
 
     # no __init__: torch's own takes no arguments, and calling it from ours would be half of the cost
     storage: Storage
-    thread: object
     slot: Slot
     waited: bool
 

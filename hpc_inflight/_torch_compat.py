@@ -40,6 +40,8 @@ has_storage: Callable[[torch.Tensor], bool] = torch._C._has_storage
 # torch.ops resolves names at run time, and at the first use: `import` stays cheap
 wait_tensor_op: Any = torch.ops._c10d_functional.wait_tensor
 
+_libraries: list[torch.library.Library] = []  # what they register goes with them
+
 _pop_works: Any = wait_tensor_op.default._op  # what the operator calls in the end
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
@@ -98,6 +100,27 @@ def pop_from_torch(tensor: torch.Tensor) -> None:
         _hidden(_pop_works, tensor)
     else:
         _pop_works(tensor)
+
+
+def watch_wait_tensor(
+    observe: Callable[[torch.Tensor, Callable[[], torch.Tensor]], torch.Tensor],
+) -> None:
+    """Have ``observe(tensor, wait)`` called for every ``wait_tensor`` on real data, from here on.
+
+    The dispatcher goes through BackendSelect on every call, whether eager code, a compiled region or C++ made it.
+    """
+    below = torch._C._dispatch_keyset_full_after(torch._C.DispatchKey.BackendSelect)
+
+    def kernel(keys: Any, tensor: torch.Tensor) -> torch.Tensor:
+        def wait() -> torch.Tensor:
+            waited: torch.Tensor = wait_tensor_op.default.redispatch(keys & below, tensor)
+            return waited
+
+        return observe(tensor, wait) if type(tensor) is torch.Tensor or type(tensor) is torch.nn.Parameter else wait()
+
+    library = torch.library.Library("_c10d_functional", "IMPL")
+    library.impl("wait_tensor", kernel, "BackendSelect", with_keyset=True)
+    _libraries.append(library)
 
 
 def registers_elsewhere() -> bool:

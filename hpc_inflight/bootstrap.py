@@ -4,22 +4,18 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import logging
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hpc_inflight import _mpi, group_set, launchers, store, topology
+from hpc_inflight import _dump_signal, _mpi, failure, group_set, launchers, store, topology, work_registry
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
     AlreadyInitializedError,
@@ -28,9 +24,9 @@ from hpc_inflight.errors import (
     LaunchError,
     NotInitializedError,
 )
+from hpc_inflight.watchdog import watchdog
 
-if TYPE_CHECKING:
-    from types import TracebackType
+_FAREWELL_S = 1.0  # ranks that end together do so within this; one that ends alone tells the others
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -67,7 +63,7 @@ class World:
     mpi_version: tuple[int, ...]
 
 
-def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
+def init(*, timeout_s: float = 600.0, device: str | None = None, on_unwaited: str | None = None) -> World:
     """Start the ranks: bring MPI up, find out who is where, and make torch's default group.
 
     **Collective:** every rank, once, before any collective. Alone, as plain ``python``, it makes a world of one.
@@ -76,13 +72,17 @@ def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
     Args:
         timeout_s: Seconds that any collective of the default group, and this call, may wait for the other ranks.
         device: ``"cpu"`` to use no GPU; by default the rank's GPU where there is one.
+        on_unwaited: What `finalize`, the interpreter's exit and leaving `allow_inflight_collective_as_graph_input`
+            do about registered works that nobody waited for: ``"warn"``, ``"raise"`` or ``"ignore"``; by default
+            what ``HPC_INFLIGHT_ON_UNWAITED`` says, else they warn. At the exit, which can raise nothing, they print.
 
     Returns:
         The rank's place in the world.
 
     Raises:
         AlreadyInitializedError: A default group exists.
-        InvalidArgumentError: ``timeout_s`` is not positive, or ``device`` is neither None nor ``"cpu"``.
+        InvalidArgumentError: ``timeout_s`` is not positive, ``device`` is neither None nor ``"cpu"``, or
+            ``on_unwaited`` or the environment holds what it cannot.
         LaunchError: The launcher and MPI disagree, the ranks loaded different MPI libraries, or a rank has no GPU while
             others have.
         MPIUnavailableError: No MPI library.
@@ -103,6 +103,8 @@ def init(*, timeout_s: float = 600.0, device: str | None = None) -> World:
                 raise InvalidArgumentError(f"init: timeout_s={timeout_s}; expected a positive number of seconds")
             if device not in {None, "cpu"}:
                 raise InvalidArgumentError(f"init: device={device!r}; expected None (the rank's GPU) or 'cpu'")
+            config()
+            work_registry.set_policy(on_unwaited)
         except InflightError as error:
             problem = error
         _mpi.agree(problem, max(timeout_s, 1.0), "init")
@@ -192,6 +194,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
     Raises:
         NotInitializedError: No `init` before.
         DrainTimeout: Works were still pending; the groups are left as they are.
+        UnwaitedError: With ``on_unwaited="raise"``: registered works were never waited; the world has ended.
     """
     global _world  # noqa: PLW0603  # a process is one rank
     with _lock:
@@ -204,10 +207,11 @@ def finalize(*, timeout_s: float = 60.0) -> None:
             dist.destroy_process_group()
         store.close_default_store(timeout_s)
         _world = None
+        work_registry.report_unwaited()  # last: it may raise
 
 
 def install_hooks() -> None:
-    """Make an uncaught exception end the job, and the interpreter's exit orderly.
+    """Make the failure of one rank end the job, and the interpreter's exit orderly.
 
     **Local:** once per process; later calls do nothing. Installed by the first `init` or ``mpi://`` rendezvous.
     """
@@ -215,43 +219,22 @@ def install_hooks() -> None:
     if _exit_hook_installed:
         return
     _exit_hook_installed = True
-    pid = os.getpid()
-    previous = sys.excepthook
-
-    def abort_on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
-        if os.getpid() == pid:
-            _abort_job(value)
-
-    sys.excepthook = abort_on_exception
-    atexit.register(_at_exit, pid)
-
-
-def _abort_job(error: BaseException) -> None:
-    """End all ranks: the others would wait for this one for ever, since MPI_Finalize waits too."""
-    if not _mpi.started():
-        return
-    comm = _mpi.mpi().COMM_WORLD
-    if comm.size == 1:
-        return
-    name = traceback.format_exception_only(type(error), error)[-1].strip()
-    text = f"hpc_inflight: rank {comm.rank} of {comm.size} on {socket.gethostname()} ends the job: {name}\n"
-    stderr = sys.stderr
-    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
-        # init_process_group wraps the hook in one that collects what is printed, and would print it after us
-        text = stderr.getvalue() + text
-        stderr = sys.__stderr__
-    stderr.write(text)
-    stderr.flush()
-    sys.stdout.flush()
-    comm.Abort(1)
+    failure.install()
+    atexit.register(_at_exit, os.getpid())
+    if config().dump_signal:
+        _dump_signal.install(config().dump_signal)
 
 
 def _at_exit(pid: int) -> None:
     if os.getpid() != pid or not _mpi.started():
         return
+    failure.abort_for_exit()
     deadline = time.monotonic() + config().exit_timeout_s
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, InflightError):
         # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
         group_set.wait_for_all_pending_works(config().exit_timeout_s)
+    work_registry.report_unwaited(at_exit=True)
+    if not _mpi.everyone_ends(_FAREWELL_S):
+        watchdog.say_farewell()
     store.close_default_store(max(0.0, deadline - time.monotonic()))
+    watchdog.stop()  # MPI_Finalize follows

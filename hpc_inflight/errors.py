@@ -35,6 +35,10 @@ class GroupDestroyedError(InflightError):
     """A group was used after it was destroyed, or in a process that did not make it."""
 
 
+class CommunicatorAborted(GroupDestroyedError):  # noqa: N818  # NCCL's and MPI's word
+    """A group cannot be used any more: it was aborted, after a deadline, a failure, or by the program."""
+
+
 class CollectiveTimeout(InflightError, TimeoutError):  # noqa: N818  # the name that users of c10d look for
     """A collective or a point-to-point operation did not complete before its deadline."""
 
@@ -53,3 +57,15 @@ class StoreError(InflightError):
 
 class StoreTimeout(StoreError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout
     """A store operation did not complete before its deadline."""
+
+
+class UnwaitedError(InflightError):
+    """With ``on_unwaited="raise"``: collectives were registered that nobody waited for."""
+
+
+class UnwaitedWarning(UserWarning):
+    """Collectives were registered that nobody waited for."""
+
+
+class MissedWaitWarning(UserWarning):
+    """In strict mode: a wait by tensor found no collective in flight."""

@@ -9,9 +9,12 @@ import torch
 
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight import work_registry
+from hpc_inflight.config import checked_on_unwaited
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from hpc_inflight._unwaited import Tally
 
 
 class allow_inflight_collective_as_graph_input(contextlib.ContextDecorator):  # noqa: N801  # torch's name, used as a function
@@ -21,26 +24,42 @@ class allow_inflight_collective_as_graph_input(contextlib.ContextDecorator):  # 
     registered. Nothing is registered outside, so that code which never waits by tensor keeps nothing alive. torch's
     ``torch.distributed._functional_collectives.allow_inflight_collective_as_graph_input_ctx`` does the same.
 
-    Only the issue needs to be inside; the wait may come later and anywhere.
+    Only the issue needs to be inside; the wait may come later and anywhere. So what is still in flight on leaving is
+    not reported there, but at the end of the program; what is lost - complete, never waited, and nobody holds its
+    storage any more - is reported on leaving the outermost context, once.
+
+    Args:
+        on_unwaited: For a context that contains the waits as well: ``"warn"`` or ``"raise"`` on leaving it if any
+            work that this thread registered inside has not been waited, ``"ignore"`` to report nothing on leaving.
+
+    Raises:
+        UnwaitedError: On leaving, with ``"raise"``; not while another exception passes through.
+        UnwaitedWarning: The warning's category, with ``"warn"``.
     """
 
     # a class, because a generator would cost more than the registration of a work may
 
-    def __init__(self) -> None:
+    def __init__(self, on_unwaited: str | None = None) -> None:
+        self._on_unwaited = None if on_unwaited is None else checked_on_unwaited("on_unwaited", on_unwaited)
         self._previous: list[bool] = []
+        self._scopes: list[tuple[Tally, Tally | None]] = []
 
     def _recreate_cm(self) -> Self:
-        return type(self)()  # as a decorator: each call, in whatever thread, has its own
+        return type(self)(self._on_unwaited)  # as a decorator: each call, in whatever thread, has its own
 
     def __enter__(self) -> None:
         self._previous.append(compat.inflight_allowed())
         compat.set_inflight_allowed(True)
+        if self._on_unwaited is not None:
+            self._scopes.append(work_registry.open_scope())
 
-    def __exit__(self, *_raised: object) -> None:
+    def __exit__(self, raised: type[BaseException] | None, *_rest: object) -> None:
         previous = self._previous.pop()
         compat.set_inflight_allowed(previous)
-        if not previous:
-            work_registry.sweep_few()  # what was forgotten must not linger because nothing is registered any more
+        if self._on_unwaited is not None:
+            work_registry.close_scope(*self._scopes.pop(), self._on_unwaited if raised is None else "ignore")
+        elif not previous and raised is None:
+            work_registry.left_context()
 
 
 class _Wait(torch.autograd.Function):

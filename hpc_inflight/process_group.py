@@ -13,13 +13,14 @@ import torch
 from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _mpi, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
+from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
 from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
     from hpc_inflight.communicators.base import Communicator, Operation
+    from hpc_inflight.communicators.mpi import MPICommunicator
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 
 _DESTROYED = "was destroyed; make a new group, or issue before destroying it"
@@ -40,12 +41,13 @@ class ProcessGroupInflight(GroupIdentity):
         UnsupportedError: A device, layout, dtype or operator that is not defined, before any communication.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float) -> None:
+    def __init__(self, store: Any, rank: int, size: int, communicator: MPICommunicator, timeout_s: float) -> None:
         super().__init__(store, rank, size, timeout_s)
-        self._comm: Communicator = communicator
+        self._comm = communicator
         self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
         self._coalescing_thread = 0
+        self._called = ""  # the operation that was issued last, for the watchdog
         self._ticket = group_set.add(self)
 
     def split_group(
@@ -73,7 +75,8 @@ class ProcessGroupInflight(GroupIdentity):
             InvalidArgumentError: Ranks outside the group, or a rank twice.
             CollectiveTimeout: A member did not come.
         """
-        comm, ranks = self._open("split_group"), sorted(new_ranks)
+        self._open("split_group")
+        comm, ranks = self._comm, sorted(new_ranks)
         if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= self._size:
             msg = f"split_group: {list(new_ranks)} are not distinct ranks of {self.describe()}"
             raise InvalidArgumentError(msg)
@@ -106,6 +109,7 @@ class ProcessGroupInflight(GroupIdentity):
         if compat.profiler_enabled():
             return self._issue_profiled(op, operations, outputs, opts, timeout)
         is_async = opts is None or forms.is_async(opts) or self._coalesces()
+        self._called = op
         if not is_async and (done := self._comm.run_now(operations)) is not None:
             return done
         if timeout is None and opts is not None:
@@ -139,7 +143,8 @@ class ProcessGroupInflight(GroupIdentity):
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
             for tensor in outputs:
-                work_registry.register_work(tensor, work)
+                if compat.has_storage(tensor):  # else nothing could wait for it by tensor
+                    work_registry.register(tensor, work)
         if self._coalescing is not None and self._coalesces():
             self._coalescing.append(work)
         return work
@@ -338,15 +343,42 @@ class ProcessGroupInflight(GroupIdentity):
         if _mpi.started():
             self._comm.shutdown(self._timeout_s)
 
-    def abort(self) -> None:
-        """Stop accepting operations without waiting for pending ones; MPI cannot cancel those.
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Return the group's world ranks, and how many groups with those came before it on each of them."""
+        return self._comm.key
 
-        **Local:** what is enqueued and not running fails; the communicator is left to MPI's own end.
+    def issued(self) -> int:
+        """Return how many collectives this rank has issued on it."""
+        return self._comm.seq
+
+    def op_of(self, seq: int) -> str:
+        """Return the name of a recent collective by its number; empty when it is unknown."""
+        return self._called if seq == self._comm.seq else ""
+
+    def running(self) -> tuple[str, int, float, float] | None:
+        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+        began = self._comm.called_at
+        return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
+
+    def fence(self) -> None:
+        """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""
+        if not self._closed:
+            self._comm.fence()
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """Fail everything that is pending and refuse what comes.
+
+        **Local:** whoever waits raises at once. An MPI call that runs cannot be cancelled; it is left to the end of the
+        process, and so are its tensors.
+
+        Args:
+            error: Why the group failed, which everyone raises; it stays listed until it is destroyed, and no capture
+                begins meanwhile. Without one, the program itself gave the group up.
         """
         if not self._closed:
-            self._closed = _DESTROYED
-            group_set.discard(self._ticket)
-            self._comm.abort()
+            self._comm.abort(error)
+            if error is None:
+                group_set.discard(self._ticket)
 
     def _peer(self, call: str, rank: int) -> int:
         if not 0 <= rank < self._size:

@@ -69,17 +69,34 @@ class Completion:
             leave: Takes the operation off its queue: before waiters wake, so that they may run the next one
                 themselves, but after the callbacks, whose operations come before everything that is queued.
         """
-        # without the traceback: its frames hold the tensors, and the error outlives them
-        self.exception = None if exception is None else exception.with_traceback(None)
+        if self._end(exception):
+            if leave is not None:
+                leave()
+            self._done.release()
+        elif leave is not None:  # it was failed meanwhile, and whoever waited has been told
+            leave()
+
+    def fail(self, exception: BaseException) -> None:
+        """Let everyone who waits raise ``exception``, though the operation itself may never end.
+
+        **Local:** any thread; nothing happens when the operation has ended.
+        """
+        if self._end(exception):
+            self._done.release()
+
+    def _end(self, exception: BaseException | None) -> bool:
+        """Mark the operation as ended, once, and run the callbacks of its future."""
         with _future_lock:
+            if self.completed:
+                return False
+            # without the traceback: its frames hold the tensors, and the error outlives them
+            self.exception = None if exception is None else exception.with_traceback(None)
             self.completed = True
             attached, self._future = self._future, None
         if attached is not None:
             self._resolve(*attached)
             attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does
-        if leave is not None:
-            leave()
-        self._done.release()
+        return True
 
     def _resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
         if self.exception is None:
@@ -133,7 +150,7 @@ class CoalescedCompletion(Completion):
     def poll(self) -> bool:
         """Say whether all have ended."""
         if not self.completed and all(part.poll() for part in self._parts):
-            self._end()
+            self._end_all()
         return self.completed
 
     def block(self, seconds: float) -> None:
@@ -142,13 +159,10 @@ class CoalescedCompletion(Completion):
         for part in self._parts:
             if not part.poll():
                 part.block(max(0.0, deadline - time.monotonic()))
-        self._end()
+        self._end_all()
 
-    def _end(self) -> None:
-        with _future_lock:
-            if not self.completed:
-                self.exception = next((part.exception for part in self._parts if part.exception is not None), None)
-                self.completed = True
+    def _end_all(self) -> None:
+        self._end(next((part.exception for part in self._parts if part.exception is not None), None))
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
         """Return a future that completes with the last of them; its value is the list of all outputs."""

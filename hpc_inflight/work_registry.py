@@ -12,13 +12,20 @@ program forgets to wait.
 
 from __future__ import annotations
 
+import functools
+import sys
 import time
+import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeVar
 
 from hpc_inflight import _torch_compat as compat
+from hpc_inflight import _wait_watch
 from hpc_inflight._inflight_registry import Registry
-from hpc_inflight.errors import InvalidArgumentError
+from hpc_inflight._inflight_storage import this_thread
+from hpc_inflight._unwaited import Tally
+from hpc_inflight.config import checked_on_unwaited, config
+from hpc_inflight.errors import InvalidArgumentError, UnwaitedError, UnwaitedWarning
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,6 +51,7 @@ class InflightWork:
         dtype: Dtype of the registered tensor.
         age_s: Seconds since it was issued.
         completed: Its data has arrived, but nobody has waited for it.
+        call_site: File, line and function that issued it, with ``HPC_INFLIGHT_CALL_SITES=1``; else empty.
     """
 
     op: str
@@ -53,6 +61,7 @@ class InflightWork:
     dtype: torch.dtype
     age_s: float
     completed: bool
+    call_site: str
 
 
 @dataclass(frozen=True)
@@ -64,6 +73,7 @@ class Counts:
         waited_by_tensor: Those that ``wait_tensor`` found, in a compiled region or eagerly.
         waited_by_work: Those whose own ``wait`` came first.
         unwaited: Those that completed and were let go because nobody could wait for them any more.
+        missed: In strict mode, waits by tensor that found nothing in flight.
         wait_s: Seconds the host was blocked in ``wait_tensor``.
     """
 
@@ -71,10 +81,62 @@ class Counts:
     waited_by_tensor: int = 0
     waited_by_work: int = 0
     unwaited: int = 0
+    missed: int = 0
     wait_s: float = 0.0
 
 
 _registry = Registry()
+
+
+@dataclass
+class _Reporting:
+    """Who reports, and what is done about works that nobody waited for."""
+
+    label: str = ""
+    policy: str = ""
+    told: bool = False  # a context has warned of lost works: the next report comes at the end of the program
+    reported: int = 0  # how many there were at the last report
+
+
+_reporting = _Reporting()
+
+
+def configure(label: str) -> None:
+    """Read the settings that the registry goes by, and note who this process is, for messages.
+
+    **Local:** when a group is made, and before a work is registered by hand.
+
+    Raises:
+        InvalidArgumentError: The environment holds what it cannot.
+    """
+    _reporting.label = label or _reporting.label
+    _settings()
+
+
+@functools.cache
+def _settings() -> None:
+    _registry.records_sites = config().call_sites
+    if config().strict:
+        _registry.on_missed = functools.partial(_wait_watch.missed, _registry)
+        _wait_watch.watch(_registry)
+
+
+def label() -> str:
+    """Return who this process is, as messages say it; empty before the first group."""
+    return _reporting.label
+
+
+def set_policy(on_unwaited: str | None) -> None:
+    """Set what is done about registered works that nobody waited for; None leaves it to the environment.
+
+    Raises:
+        InvalidArgumentError: Neither ``"warn"``, ``"raise"`` nor ``"ignore"``.
+    """
+    _reporting.policy = "" if on_unwaited is None else checked_on_unwaited("on_unwaited", on_unwaited)
+
+
+# what `register_work` does after its checks, for groups, which register every output of every collective
+register = _registry.register
 
 
 def register_work(tensor: torch.Tensor, work: object) -> None:
@@ -97,6 +159,7 @@ def register_work(tensor: torch.Tensor, work: object) -> None:
             "find the work by; register its dense parts"
         )
         raise InvalidArgumentError(msg)
+    _settings()
     _registry.register(tensor, work)
 
 
@@ -112,16 +175,9 @@ def inflight() -> list[InflightWork]:
 
 def _listed(record: Record, now: float) -> InflightWork:
     entry = record.entry
-    completion = entry.completion
-    return InflightWork(
-        op=type(entry.work).__name__ if completion is None else completion.op,
-        group="" if completion is None else completion.group,
-        seq=0 if completion is None else completion.seq,
-        shape=tuple(record.shape),
-        dtype=record.dtype,
-        age_s=now - entry.issued_at,
-        completed=entry.completed(),
-    )
+    shape, dtype = record.shape_and_dtype()
+    age_s, completed = now - entry.issued_at(), entry.completed()
+    return InflightWork(entry.op(), entry.group(), entry.seq(), shape, dtype, age_s, completed, entry.site)
 
 
 def counts() -> Counts:
@@ -130,7 +186,7 @@ def counts() -> Counts:
     **Local:** any thread, any time.
     """
     r = _registry
-    return Counts(r.registered, r.by_tensor, r.by_work, r.unwaited, r.wait_s)
+    return Counts(r.registered, r.by_tensor, r.by_work, r.unwaited.total, r.missed, r.wait_s)
 
 
 def sweep() -> None:
@@ -141,12 +197,79 @@ def sweep() -> None:
     _registry.sweep()
 
 
-def sweep_few() -> None:
-    """Do what `sweep` does for a bounded number of storages, at the end of a context.
+def left_context() -> None:
+    """Let go of some works that nobody can wait for, and report if there are such, at the end of a context.
 
-    **Local:** any thread, any time.
+    **Local:** any thread, any time. Warns once per process; the count of all comes at the end of the program.
+
+    Raises:
+        UnwaitedError: With the policy ``"raise"``.
     """
     _registry.sweep(_SWEEP_AT_THE_END)
+    if _registry.unwaited.total > _reporting.reported and not _reporting.told:
+        policy = _reporting.policy or config().on_unwaited
+        if policy == "raise":
+            _reporting.reported = _registry.unwaited.total
+        _reporting.told = policy == "warn"
+        _report(_registry.unwaited.copy(), policy)
+
+
+def open_scope() -> tuple[Tally, Tally | None]:
+    """Begin to count what this thread registers, and return the count and the one that it is nested in."""
+    scope, outer = Tally(), this_thread.scope
+    this_thread.scope = scope
+    return scope, outer
+
+
+def close_scope(scope: Tally, outer: Tally | None, on_unwaited: str) -> None:
+    """End counting, and report what was registered since its beginning and not waited.
+
+    Raises:
+        UnwaitedError: There are such works, and ``on_unwaited`` is ``"raise"``.
+    """
+    this_thread.scope = outer
+    _registry.sweep()
+    tally = scope.copy()
+    _count_live(tally, scope)
+    _report(tally, on_unwaited)
+
+
+def _count_live(tally: Tally, scope: Tally | None = None) -> None:
+    seen = set()
+    for record in _registry.records():
+        if record.entry not in seen and (scope is None or record.entry.scope is scope):
+            seen.add(record.entry)
+            record.count_in(tally)
+
+
+def report_unwaited(*, at_exit: bool = False) -> None:
+    """Report every registered work that nobody has waited for so far, unless nothing has come since the last report.
+
+    **Local:** at the end of the program; at the interpreter's exit it prints, since nobody could catch anything.
+
+    Raises:
+        UnwaitedError: With the policy ``"raise"``.
+    """
+    policy = _reporting.policy or config().on_unwaited
+    tally = _registry.unwaited.copy()
+    _count_live(tally)
+    if tally.total > _reporting.reported:
+        _reporting.reported = tally.total
+        _report(tally, policy, at_exit=at_exit)
+    if at_exit:
+        _registry.forget()
+
+
+def _report(tally: Tally, policy: str, *, at_exit: bool = False) -> None:
+    if tally.total == 0 or policy == "ignore":
+        return
+    text = f"{_reporting.label}: {tally.text()}" if _reporting.label else tally.text()
+    if at_exit:
+        sys.stderr.write(f"hpc_inflight: {text}\n")  # in one write: other ranks write, too
+    elif policy == "raise":
+        raise UnwaitedError(text)
+    else:
+        warnings.warn(text, UnwaitedWarning, stacklevel=4)
 
 
 def wait_by_tensor(tensor: torch.Tensor, operator: Callable[[torch.Tensor], _T]) -> _T:

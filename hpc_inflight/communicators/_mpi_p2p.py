@@ -72,13 +72,17 @@ class RequestCompletion(Completion):
             requests.discard(self)
         self.finish(error)
 
-    def give_up(self) -> None:
-        """Leave the request to MPI: nobody will wait for it."""
+    def give_up(self, error: BaseException | None) -> None:
+        """Leave the request to MPI: nobody will wait for it, or those who do raise ``error``."""
         with self._lock:
             if not self.completed and self._request is not None:
                 if self.op == "recv":
                     self._request.Cancel()
                 abandon(self._request, self._buffer)
+            if error is not None:
+                self._request = self._buffer = self._after = self._requests = None
+        if error is not None:
+            self.fail(error)
 
     def block(self, seconds: float) -> None:
         """Make progress until the request is complete.
@@ -107,9 +111,7 @@ class Requests:
         self._lock = threading.Lock()
 
     def add(self, completion: RequestCompletion) -> None:
-        """Keep a request until it is complete; sweeps those that are, so that dropped ones do not pile up."""
-        if self._live:
-            self.sweep()
+        """Keep a request until it is complete."""
         self._live[completion] = None
 
     def discard(self, completion: RequestCompletion) -> None:
@@ -117,7 +119,10 @@ class Requests:
         self._live.pop(completion, None)
 
     def sweep(self) -> None:
-        """Test every request once, oldest first, up to the first few that are still in flight."""
+        """Test every request once, oldest first, up to the first few that are still in flight.
+
+        Called before each one is added, so that dropped ones do not pile up.
+        """
         still = 0
         for completion in list(self._live):
             still += not completion.poll()
@@ -130,10 +135,12 @@ class Requests:
             self.sweep()
         return list(self._live)
 
-    def give_up(self) -> None:
+    def give_up(self, error: BaseException | None = None) -> None:
         """Cancel what can be, and keep the rest and its buffers until MPI is done with them, beyond the group."""
         for completion in list(self._live):
-            completion.give_up()
+            completion.give_up(error)
+            if error is not None:
+                self.discard(completion)
 
     def progress(self) -> None:
         """Start a thread that tests the requests until none is left, unless one runs."""

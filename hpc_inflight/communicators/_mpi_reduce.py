@@ -11,7 +11,7 @@ from hpc_inflight.communicators import _mpi_buffers as buf
 from hpc_inflight.communicators import _mpi_narrow, _mpi_sparse
 from hpc_inflight.communicators._mpi_check import Checker
 from hpc_inflight.config import config
-from hpc_inflight.errors import InvalidArgumentError
+from hpc_inflight.errors import InflightError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -38,12 +38,12 @@ class Reducer:
         # above every tag of the user's messages; MPI promises 32767 at least, and two more are for the barriers
         self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2
         self._narrower = _mpi_narrow.Narrow(comm, self.own_tag)
-        self._unusable = ""  # why, once it is
+        self._unusable: InflightError | None = None  # why, once it is
         self._in_place = _mpi.mpi().IN_PLACE
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: InflightError) -> None:
         """Refuse every later operation: after a deadline the ranks may be at different operations."""
         self._unusable = self._unusable or reason
 

@@ -8,8 +8,6 @@ from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
-from hpc_inflight.errors import GroupDestroyedError
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -38,7 +36,7 @@ class Worker:
         self._executing = threading.Lock()  # held while an MPI collective of this group runs
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
-        self._aborted = ""
+        self._aborted: BaseException | None = None
 
     def is_current(self) -> bool:
         """Say whether the caller is the worker thread itself, in a callback."""
@@ -108,8 +106,8 @@ class Worker:
 
     def _run(self, operations: Sequence[Operation]) -> BaseException | None:
         # a frame of its own: in the loop's, the last operation would hold its tensors until the next job
-        if self._aborted:
-            return GroupDestroyedError(self._aborted)
+        if self._aborted is not None:
+            return self._aborted
         with self._executing:
             try:
                 for operation in operations:
@@ -119,15 +117,17 @@ class Worker:
         return None
 
     def pending(self) -> list[Completion]:
-        """Return what is enqueued or running, oldest first."""
-        return list(self._pending)
+        """Return what is enqueued or running, oldest first; not what was failed and only MPI is not done with."""
+        return [completion for completion in list(self._pending) if not completion.completed]
 
     def stop(self) -> None:
         """End the thread once it has run what is enqueued; does not wait for it."""
         if self._thread is not None:
             self._queue.put(None)
 
-    def abort(self, reason: str) -> None:
-        """End the thread after what is running; what is enqueued fails with ``reason``."""
-        self._aborted = reason
+    def abort(self, error: BaseException) -> None:
+        """End the thread after what is running, which MPI cannot cancel; all that is enqueued or runs fails."""
+        self._aborted = error
         self.stop()
+        for completion in list(self._pending):
+            completion.fail(error)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from hpc_inflight.errors import InflightError
     from hpc_inflight.work import Completion
 
 Operation = Callable[[], None]
@@ -116,8 +117,11 @@ class Communicator(Protocol):
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
         """Make a communicator of some of the group's ranks; collective over those only."""
 
-    def abort(self) -> None:
-        """Fail what is pending as far as that is possible and refuse the rest; local, releases nothing."""
+    def fence(self) -> None:
+        """Return once every thread that was enqueuing has done so; raises `CommunicatorAborted` after an abort."""
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """Fail what is pending, also with everyone who waits, and refuse the rest; local, releases nothing."""
 
     def shutdown(self, timeout_s: float) -> None:
         """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""

@@ -144,7 +144,7 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[hi.World]:
     """The world that `hpc_inflight.init` makes, for the whole session."""
-    made = hi.init(timeout_s=60)
+    made = hi.init(timeout_s=60, on_unwaited="ignore")  # every test is looked at by itself
     yield made
     if not request.session.testsfailed:  # else the others may be elsewhere, and the job ends in a moment
         hi.finalize()

@@ -144,6 +144,9 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
+    def fence(self) -> None:
+        pass
+
     def describe(self) -> str:
         return "group test (rank 0 of 2)"
 
