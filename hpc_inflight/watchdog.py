@@ -1,4 +1,4 @@
-"""One daemon thread per process that sees what nobody waits for: deadlines that pass, ranks and launchers that are gone.
+"""One daemon thread per process that sees what nobody waits for: deadlines that pass, and ranks that have left.
 
 It looks twice a second, and on a healthy rank that is a look at a few lists. Once an operation is past its deadline, or
 waits for a rank that has ended, it asks the group's ranks where they are, writes the flight recorder, says in one
@@ -8,8 +8,6 @@ handle that itself (``on_timeout="raise"``), the job ends.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import threading
 import time
@@ -66,7 +64,6 @@ class Watchdog:
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        self._parent = 0
         self._reports = Reports(self._answer)
         self.on_failure: list[Callable[[], object]] = []  # what writes dumps
 
@@ -74,7 +71,6 @@ class Watchdog:
         """Start watching, unless this process is alone or MPI allows no second thread."""
         if self._thread is None and _mpi.started() and _mpi.mpi().COMM_WORLD.size > 1 and _mpi.thread_multiple():
             self._stop.clear()
-            self._parent = os.getppid()
             self._thread = threading.Thread(target=self._loop, name="hpc_inflight-watchdog", daemon=True)
             self._thread.start()
 
@@ -92,19 +88,11 @@ class Watchdog:
 
     def _loop(self) -> None:
         while not self._stop.wait(config().watchdog_s):
-            if os.getppid() != self._parent:
-                self._end_as_orphan()
             self._reports.serve()
             for group in group_set.groups():
                 late = self._late(group)  # type: ignore[arg-type]  # every group of ours is one
                 if late is not None and not self._stop.is_set():
                     self._fail(group, late)  # type: ignore[arg-type]
-
-    def _end_as_orphan(self) -> None:
-        """End at once: a launcher that was killed can no longer end its ranks, and Open MPI's would live on."""
-        with contextlib.suppress(OSError):  # what read our output may be gone with it
-            _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: its launcher (process {self._parent}) is gone; this rank ends")
-        os._exit(1)
 
     def _late(self, group: Group) -> _Late | None:
         now = time.monotonic()

