@@ -24,7 +24,8 @@ environment, else of the one that launch/setup.sh made (.venv, or .venv-mpich wi
   MPI4PY_LIBMPI         another MPI library for mpi4py; its own launcher is taken then
   OMP_NUM_THREADS       threads of each rank; a rank's share of the cores when it is not set
 
-One rank's failure ends all of them. The exit code is the launcher's; 2 says that nothing was started.
+One rank's failure ends all of them. Signals go to the launcher, which ends the ranks; mpiexec.hydra does so at a second
+^C where they are inside MPI. The exit code is the launcher's; 2 says that nothing was started.
 TEXT
 }
 

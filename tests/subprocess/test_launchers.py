@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import signal
@@ -146,6 +147,11 @@ def test_no_rank_survives_its_launcher(mpi: MPI, number: signal.Signals) -> None
             assert [job.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
             assert len(alive(marker)) >= 3, "the launcher and two ranks"
             job.send_signal(number)
+            if number is signal.SIGINT:
+                # hydra passes the first one on and waits; Python's handler does not run in a rank that is inside MPI
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    job.wait(timeout=5)
+                job.send_signal(number)
             assert job.wait(timeout=60) != 0
             deadline = time.monotonic() + 30
             while alive(marker) and time.monotonic() < deadline:
