@@ -20,6 +20,7 @@ from hpc_inflight.bootstrap import World, finalize, init, world
 from hpc_inflight.capture import graph
 from hpc_inflight.errors import (
     AlreadyInitializedError,
+    CaptureError,
     CollectiveMismatch,
     CollectiveTimeout,
     CommunicatorAborted,
@@ -30,6 +31,8 @@ from hpc_inflight.errors import (
     LaunchError,
     MissedWaitWarning,
     MPIUnavailableError,
+    NCCLError,
+    NCCLUnavailableError,
     NotInitializedError,
     StoreError,
     StoreTimeout,
@@ -45,6 +48,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "CaptureError",
     "CollectiveMismatch",
     "CollectiveTimeout",
     "CommunicatorAborted",
@@ -56,6 +60,8 @@ __all__ = [
     "LaunchError",
     "MPIUnavailableError",
     "MissedWaitWarning",
+    "NCCLError",
+    "NCCLUnavailableError",
     "NotInitializedError",
     "StoreError",
     "StoreTimeout",

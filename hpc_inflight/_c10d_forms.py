@@ -29,11 +29,15 @@ def reduction(opts: Any) -> Reduction:
     if opts is None:
         return _REDUCTIONS["SUM"]
     op = getattr(opts, "reduceOp", opts)
+    known = _BY_HASH.get(hash(op))
+    if known is not None:
+        return known
     name = compat.reduce_op_name(op)
     return _REDUCTIONS.get(name) or Reduction(name, compat.premul_factor(op))
 
 
 _REDUCTIONS = {n: Reduction(n) for n in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR")}
+_BY_HASH = {number: _REDUCTIONS[name] for number, name in compat.REDUCE_OP_HASHES.items()}
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

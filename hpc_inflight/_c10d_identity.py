@@ -92,9 +92,6 @@ class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's s
     def perform_nocolor_split(self, _device: Any) -> None:
         """Do nothing: only the members of a new group take part in making it."""
 
-    def eager_connect_single_device(self, _device: Any) -> None:
-        """Do nothing: MPI is connected from the start."""
-
     supports_splitting = True
     supports_coalescing = True
     supports_time_estimate = False

@@ -203,14 +203,14 @@ class Entry:
         return bool(self.work.is_completed())
 
     def block(self, timeout: timedelta) -> Exception | None:
-        """Block the host until the operation has ended, and return why it failed.
+        """Order the caller after the operation, as ``Work.wait`` does, and return why it failed.
 
         Raises:
             Exception: It has not ended: the deadline passed.
         """
         if self.completion is not None:
             if not self.completion.completed:
-                self.completion.block(compat.timeout_s(timeout, self.completion.timeout_s))
+                self.completion.wait(timeout)
             failure: Any = self.completion.exception
             return failure  # type: ignore[no-any-return]  # an Exception, or what ends the interpreter anyway
         try:

@@ -30,11 +30,13 @@ class Question:
     Attributes:
         key: The group, as every member knows it: its world ranks, and how many groups with those came before it.
         seq: The operation's number in the group.
+        device_type: Of its tensors; each type of device has numbers of its own.
         point_to_point: It is none of the collectives, which have numbers of their own.
     """
 
     key: tuple[tuple[int, ...], int]
     seq: int
+    device_type: str = "cpu"
     point_to_point: bool = False
 
 

@@ -25,6 +25,7 @@ PrefixStore: Any = _c10d.PrefixStore
 BackendOptions: Any = _c10d.Backend.Options
 
 NO_TIMEOUT: Final = timedelta(0)
+UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)  # what c10d's options hold where a call gives none
 
 # PR #137763: torch's flag for collectives in flight as graph inputs; torch 2.6 is the first release with it.
 inflight_allowed: Callable[[], bool] = _c10d._allow_inflight_collective_as_graph_input
@@ -58,12 +59,12 @@ _OP_TYPES: Final = {
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 }
 # a ReduceOp hashes as its type does, and asking for the hash is a sixth of the cost of asking for the type
-_OP_NAMES: Final = {hash(_c10d.ReduceOp(kind)): name for name, kind in _OP_TYPES.items() if name != "PREMUL_SUM"}
+REDUCE_OP_HASHES: Final = {hash(_c10d.ReduceOp(kind)): name for name, kind in _OP_TYPES.items() if name != "PREMUL_SUM"}
 
 
 def reduce_op_name(op: Any) -> str:
     """Return the name of a ``ReduceOp`` or ``RedOpType``, such as ``"SUM"``."""
-    name = _OP_NAMES.get(hash(op))
+    name = REDUCE_OP_HASHES.get(hash(op))
     if name is None:
         kind = getattr(op, "op", op)
         name = next(name for name, known in _OP_TYPES.items() if known == kind)
@@ -219,8 +220,36 @@ def keep_out_of_dynamo(*classes: type) -> None:
                 frames.set_code_exec_strategy(function.__code__, skip)
 
 
+def cuda_cycles_per_s(device: torch.device) -> float:
+    """Measure how many cycles of `cuda_sleep` last a second, on the current stream."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    cycles = 20_000_000
+    for _ in range(2):  # the first one wakes the device up
+        with torch.cuda.device(device):
+            begin.record()
+            torch.cuda._sleep(cycles)
+            end.record()
+            end.synchronize()
+    return 1e3 * cycles / float(begin.elapsed_time(end))
+
+
+def cuda_sleep(device: torch.device, cycles: float) -> None:
+    """Keep the current stream of a device busy; the host does not wait."""
+    with torch.cuda.device(device):
+        torch.cuda._sleep(int(cycles))
+
+
 class Options(BackendOptions):  # type: ignore[misc]  # torch's stubs leave it Any
     """c10d's options of a backend, which split_group copies."""
 
     def __deepcopy__(self, _memo: object) -> Options:
         return Options(self.backend, self._timeout)
+
+
+# CUDA: the names below exist only where torch was built for it, so they are looked up at the first use -------------
+
+
+def cuda_functions() -> tuple[Callable[[int], int], Callable[[], int], Callable[[], bool]]:
+    """Return what gives a device's current stream as a raw handle, the current device, and whether it is capturing."""
+    c: Any = torch._C
+    return c._cuda_getCurrentRawStream, c._cuda_getDevice, c._cuda_isCurrentStreamCapturing

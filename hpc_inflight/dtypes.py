@@ -1,4 +1,4 @@
-"""Which dtype reduces how: plain tables, named after MPI's types so that no MPI call is needed to read them."""
+"""Which dtype reduces how: plain tables of MPI's names and NCCL's numbers, so that reading them needs neither."""
 
 from __future__ import annotations
 
@@ -110,3 +110,72 @@ def reduce_spec(call: str, op: str, dtype: torch.dtype) -> ReduceSpec:
         mpi_type, compute = "INT32_T", torch.int32
     table = _MPI_BOOL_OP if dtype is torch.bool else MPI_OP
     return ReduceSpec(mpi_type, table[op], compute, op == "AVG")
+
+
+# NCCL's own numbers (nccl.h); CuPy's table of them ends before bfloat16
+NCCL_UINT8: Final = 1
+_NCCL_OP: Final = {"SUM": 0, "PREMUL_SUM": 0, "PRODUCT": 1, "MAX": 2, "MIN": 3, "AVG": 4}
+_NCCL_BOOL_OP: Final = {"SUM": 2, "MAX": 2, "PRODUCT": 3, "MIN": 3}  # of bytes that are 0 or 1: any is MAX, all is MIN
+
+# dtype -> (NCCL's type of the reduction, dtype it is computed in, NCCL's elements in one)
+_NCCL_REDUCE: Final = {
+    torch.float64: (8, torch.float64, 1),
+    torch.float32: (7, torch.float32, 1),
+    torch.float16: (6, torch.float16, 1),
+    torch.bfloat16: (9, torch.bfloat16, 1),
+    torch.int8: (0, torch.int8, 1),
+    torch.int16: (2, torch.int32, 1),  # NCCL has no integers of 16 bits; narrowing wraps as torch's arithmetic does
+    torch.int32: (2, torch.int32, 1),
+    torch.int64: (4, torch.int64, 1),
+    torch.uint8: (1, torch.uint8, 1),
+    torch.uint16: (2, torch.int32, 1),
+    torch.uint32: (3, torch.uint32, 1),
+    torch.uint64: (5, torch.uint64, 1),
+    torch.bool: (1, torch.bool, 1),
+    torch.complex64: (7, torch.complex64, 2),
+    torch.complex128: (8, torch.complex128, 2),
+}
+
+
+@dataclass(frozen=True)
+class NcclSpec:
+    """How NCCL reduces one dtype by one operator.
+
+    Attributes:
+        nccl_type: Number of the NCCL datatype.
+        nccl_op: Number of the NCCL operator.
+        compute_dtype: The dtype to convert to before and from after; the tensor's own for most.
+        width: NCCL's elements in one element: two for complex numbers.
+        direct: The two dtypes are the same.
+    """
+
+    nccl_type: int
+    nccl_op: int
+    compute_dtype: torch.dtype
+    width: int
+    direct: bool
+
+
+def nccl_spec(call: str, op: str, dtype: torch.dtype) -> NcclSpec:
+    """Look up how NCCL reduces ``dtype`` by ``op``; what is defined is what is for MPI, without the bitwise operators.
+
+    **Local:** any rank, any time.
+
+    Args:
+        call: The collective's name, for the error.
+        op: Operator name as in ``torch.distributed.ReduceOp``.
+        dtype: The tensor's dtype.
+
+    Raises:
+        UnsupportedError: The operator is not defined for the dtype, or not by NCCL.
+    """
+    reduce_spec(call, op, dtype)
+    table = _NCCL_BOOL_OP if dtype is torch.bool else _NCCL_OP
+    if op not in table:
+        msg = (
+            f"{call}: NCCL has no ReduceOp.{op}; expected one of {', '.join(sorted(table))}; "
+            "reduce a CPU tensor of this group instead"
+        )
+        raise UnsupportedError(msg)
+    nccl_type, compute, width = _NCCL_REDUCE[dtype]
+    return NcclSpec(nccl_type, table[op], compute, width, direct=compute is dtype)

@@ -11,6 +11,14 @@ class MPIUnavailableError(InflightError, ImportError):
     """No usable MPI library was found, or it could not be initialised."""
 
 
+class NCCLUnavailableError(InflightError, ImportError):
+    """CUDA tensors cannot be communicated: CuPy, its NCCL or a usable GPU is missing, on this rank or another."""
+
+
+class NCCLError(InflightError):
+    """A call of NCCL or CUDA failed; the text has its status number."""
+
+
 class LaunchError(InflightError):
     """The ranks that the launcher started are not the ranks that MPI sees."""
 
@@ -45,6 +53,10 @@ class CollectiveTimeout(InflightError, TimeoutError):  # noqa: N818  # the name 
 
 class CollectiveMismatch(InflightError):  # noqa: N818  # named beside CollectiveTimeout
     """In debug mode: the ranks were about to issue different collectives."""
+
+
+class CaptureError(InflightError):
+    """A collective cannot be captured as it was issued."""
 
 
 class DrainTimeout(InflightError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout

@@ -24,7 +24,7 @@ class Group(Protocol):
     def pending_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first."""
 
-    def fence(self) -> None:
+    def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
 
     def describe(self) -> str:
@@ -96,7 +96,7 @@ class Gate:
     """Keeps new work from being enqueued between a drain and what the drain was for.
 
     A communicator asks `closed` while it holds the lock under which it enqueues, and waits without it. So once the
-    gate is closed and every lock was taken once (`Group.fence`), what is enqueued is what the drain sees.
+    gate is closed and every lock was taken once (`Group.quiesce`), what is enqueued is what the drain sees.
 
     Attributes:
         closed: Whether work must wait, except for what a running work's own callback issues.
@@ -189,7 +189,7 @@ def drained(timeout_s: float, what: str) -> Iterator[None]:
         while found:  # again, since a callback of one group's work may have issued on another
             found = False
             for group in groups():
-                group.fence()
+                group.quiesce()
                 while pending := group.pending_works():
                     found = True
                     _wait(group, pending, deadline, timeout_s, what)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -11,24 +10,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_inflight import _c10d_forms as forms
-from hpc_inflight import _mpi, group_set, work_registry
+from hpc_inflight import _mpi, group_set
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
-from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
+from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
+from hpc_inflight._c10d_issue import Issuer
+from hpc_inflight.errors import InflightError, InvalidArgumentError
+from hpc_inflight.work import Completion, DoneWork, Work
 
 if TYPE_CHECKING:
     from datetime import timedelta
 
-    from hpc_inflight.communicators.base import Communicator, Operation
     from hpc_inflight.communicators.mpi import MPICommunicator
-from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 
 _DESTROYED = "was destroyed; make a new group, or issue before destroying it"
 _Tensors = Sequence[torch.Tensor]
 
 
-class ProcessGroupInflight(GroupIdentity):
-    """One c10d group on MPI; made by ``init_process_group`` and ``new_group`` with backend ``"hpc_inflight"``.
+class ProcessGroupInflight(Issuer):
+    """One c10d group, on MPI for CPU tensors and on NCCL for CUDA tensors.
+
+    Made by ``init_process_group`` and ``new_group`` with backend ``"hpc_inflight"``.
 
     Every collective method is collective over the group: all its ranks call it, in the same order. Roots and
     peers are group ranks. With ``opts.asyncOp`` the method returns a `hpc_inflight.work.Work` at once; otherwise
@@ -42,12 +43,7 @@ class ProcessGroupInflight(GroupIdentity):
     """
 
     def __init__(self, store: Any, rank: int, size: int, communicator: MPICommunicator, timeout_s: float) -> None:
-        super().__init__(store, rank, size, timeout_s)
-        self._comm = communicator
-        self._closed = ""  # why it cannot be used any more
-        self._coalescing: list[Any] | None = None
-        self._coalescing_thread = 0
-        self._called = ""  # the operation that was issued last, for the watchdog
+        super().__init__(store, rank, size, communicator, timeout_s)
         self._ticket = group_set.add(self)
 
     def split_group(
@@ -75,8 +71,7 @@ class ProcessGroupInflight(GroupIdentity):
             InvalidArgumentError: Ranks outside the group, or a rank twice.
             CollectiveTimeout: A member did not come.
         """
-        self._open("split_group")
-        comm, ranks = self._comm, sorted(new_ranks)
+        comm, ranks = self._open_mpi("split_group"), sorted(new_ranks)
         if not ranks or len(set(ranks)) < len(ranks) or ranks[0] < 0 or ranks[-1] >= self._size:
             msg = f"split_group: {list(new_ranks)} are not distinct ranks of {self.describe()}"
             raise InvalidArgumentError(msg)
@@ -96,164 +91,119 @@ class ProcessGroupInflight(GroupIdentity):
 
     def _get_sequence_number_for_group(self) -> int:
         """Return the number of collectives issued so far."""
-        return self._comm.seq
+        return self._comm.seq + (0 if self._nccl is None else self._nccl.seq)
 
     def _set_sequence_number_for_group(self) -> None:
         """Sequence numbers start at 1 with the group; there is nothing to exchange."""
-
-    # issuing ------------------------------------------------------------------------------------------------
-
-    def _issue(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any = None
-    ) -> Any:
-        if compat.profiler_enabled():
-            return self._issue_profiled(op, operations, outputs, opts, timeout)
-        is_async = opts is None or forms.is_async(opts) or self._coalesces()
-        self._called = op
-        if not is_async and (done := self._comm.run_now(operations)) is not None:
-            return done
-        if timeout is None and opts is not None:
-            timeout = opts.timeout
-        work = self._comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
-        return self._issued(work, outputs) if is_async else work
-
-    def _issue_profiled(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
-    ) -> Any:
-        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts) or self._coalesces()
-        if not is_async:
-            with compat.record_shapes(name, outputs):
-                done = self._comm.run_now(operations)
-            if done is not None:
-                return done
-        timeout = opts.timeout if timeout is None and opts is not None else timeout
-        end = compat.begin_span(f"{name} (in flight)")
-
-        def run() -> None:
-            try:
-                for operation in operations:
-                    operation()
-            finally:
-                end()  # before the work is complete: whoever waited for it may end the profiler next
-
-        with compat.record_shapes(name, outputs):
-            work = self._comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
-        return self._issued(work, outputs) if is_async else work
-
-    def _issued(self, work: Any, outputs: _Tensors) -> Any:
-        if compat.inflight_allowed():
-            for tensor in outputs:
-                if compat.has_storage(tensor):  # else nothing could wait for it by tensor
-                    work_registry.register(tensor, work)
-        if self._coalescing is not None and self._coalesces():
-            self._coalescing.append(work)
-        return work
-
-    def _open(self, call: str) -> Communicator:
-        if self._closed:
-            raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
-        return self._comm
-
-    def forked(self) -> None:
-        """Refuse everything from here on; called in a forked child."""
-        self._closed = (
-            f"belongs to process {os.getppid()}, not to its forked child {os.getpid()}; issue collectives from the "
-            "rank itself"
-        )
-
-    def _coalesces(self) -> bool:
-        return self._coalescing is not None and self._coalescing_thread == threading.get_ident()
 
     # collectives --------------------------------------------------------------------------------------------
 
     def allreduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce one tensor over the ranks, in place."""
-        comm, (tensor,) = self._open("all_reduce"), forms.single("all_reduce", tensors)
+        (tensor,) = forms.single("all_reduce", tensors)
+        comm = self._open("all_reduce", tensor)
         return self._issue(
-            "all_reduce", [comm.all_reduce(tensor, forms.reduction(opts))], (tensor,), forms.options(opts), timeout
+            comm,
+            "all_reduce",
+            [comm.all_reduce(tensor, forms.reduction(opts))],
+            (tensor,),
+            forms.options(opts),
+            timeout,
         )
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Reduce several tensors over the ranks, in place, as one work."""
-        comm, op = self._open("all_reduce_coalesced"), forms.reduction(opts)
-        tensors = forms.plain_all(tensors)
-        return self._issue("all_reduce_coalesced", [comm.all_reduce(t, op) for t in tensors], tuple(tensors), opts)
+        tensors, op = forms.plain_all(tensors), forms.reduction(opts)
+        comm = self._open_any("all_reduce_coalesced", tensors)
+        operations = [comm.all_reduce(t, op) for t in tensors]
+        return self._issue(comm, "all_reduce_coalesced", operations, tuple(tensors), opts)
 
     def reduce(self, tensors: _Tensors | torch.Tensor, opts: Any = None, *args: Any) -> Any:
         """Reduce one tensor over the ranks, in place on the root."""
-        comm, (tensor,) = self._open("reduce"), forms.single("reduce", tensors)
+        (tensor,) = forms.single("reduce", tensors)
+        comm = self._open("reduce", tensor)
         if isinstance(opts, int):
             root, op = self._peer("reduce", opts), forms.reduction(args[0] if args else None)
         else:
             root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
+        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
-        comm, (tensor,) = self._open("broadcast"), forms.single("broadcast", tensors)
+        (tensor,) = forms.single("broadcast", tensors)
+        comm = self._open("broadcast", tensor)
         root = self._peer("broadcast", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
+        return self._issue(comm, "broadcast", [comm.broadcast(tensor, root)], (tensor,), forms.options(opts), timeout)
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
-        comm, (tensor,), targets = self._open("all_gather"), forms.single("all_gather", inputs), forms.per_rank(outputs)
-        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout)
+        (tensor,), targets = forms.single("all_gather", inputs), forms.per_rank(outputs)
+        comm = self._open("all_gather", tensor)
+        return self._issue(
+            comm, "all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout
+        )
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
-        comm, inputs = self._open("all_gather_coalesced"), forms.plain_all(inputs)
+        inputs = forms.plain_all(inputs)
+        comm = self._open_any("all_gather_coalesced", inputs)
         output_lists = [forms.plain_all(row) for row in output_lists]
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
-        return self._issue("all_gather_coalesced", operations, [t for row in output_lists for t in row], opts)
+        outputs = [t for row in output_lists for t in row]
+        return self._issue(comm, "all_gather_coalesced", operations, outputs, opts)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor on every rank."""
-        comm, output, tensor = self._open("all_gather_into_tensor"), forms.plain(output), forms.plain(tensor)
-        return self._issue("all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
+        output, tensor = forms.plain(output), forms.plain(tensor)
+        comm = self._open("all_gather_into_tensor", tensor)
+        return self._issue(comm, "all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors into one tensor each, as one work."""
-        comm = self._open("all_gather_into_tensor_coalesced")
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        comm = self._open_any("all_gather_into_tensor_coalesced", inputs)
         operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
-        comm, (tensor,), targets = self._open("gather"), forms.single("gather", inputs), forms.per_rank(outputs)
+        (tensor,), targets = forms.single("gather", inputs), forms.per_rank(outputs)
+        comm = self._open("gather", tensor)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
+        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
-        comm, (output,), sources = self._open("scatter"), forms.single("scatter", outputs), forms.per_rank(inputs)
+        (output,), sources = forms.single("scatter", outputs), forms.per_rank(inputs)
+        comm = self._open("scatter", output)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args)
+        return self._issue(
+            comm, "scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
-        comm, (output,), sources = (
-            self._open("reduce_scatter"),
-            forms.single("reduce_scatter", outputs),
-            forms.per_rank(inputs),
-        )
+        (output,), sources = forms.single("reduce_scatter", outputs), forms.per_rank(inputs)
+        comm = self._open("reduce_scatter", output)
         operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
-        return self._issue("reduce_scatter", [operation], (output,), forms.options(opts), timeout)
+        return self._issue(comm, "reduce_scatter", [operation], (output,), forms.options(opts), timeout)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
-        comm, op = self._open("reduce_scatter_tensor"), forms.reduction(opts)
-        output, tensor = forms.plain(output), forms.plain(tensor)
-        return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
+        output, tensor, op = forms.plain(output), forms.plain(tensor), forms.reduction(opts)
+        comm = self._open("reduce_scatter_tensor", tensor)
+        return self._issue(
+            comm, "reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts
+        )
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
-        comm, op = self._open("reduce_scatter_tensor_coalesced"), forms.reduction(opts)
-        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        outputs, inputs, op = forms.plain_all(outputs), forms.plain_all(inputs), forms.reduction(opts)
+        comm = self._open_any("reduce_scatter_tensor_coalesced", inputs)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
 
     def all_to_all_single(
         self,
@@ -264,25 +214,37 @@ class ProcessGroupInflight(GroupIdentity):
         opts: Any = None,
     ) -> Any:
         """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
-        comm, output, tensor = self._open("all_to_all_single"), forms.plain(output), forms.plain(tensor)
+        output, tensor = forms.plain(output), forms.plain(tensor)
+        comm = self._open("all_to_all_single", tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue("all_to_all_single", [operation], (output,), forms.options(opts))
+        return self._issue(comm, "all_to_all_single", [operation], (output,), forms.options(opts))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
-        comm, outputs, inputs = self._open("all_to_all"), forms.plain_all(outputs), forms.plain_all(inputs)
-        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
+        outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
+        comm = self._open_any("all_to_all", inputs)
+        return self._issue(comm, "all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
-        """Return on no rank before all have entered."""
-        comm, opts = self._open("barrier"), forms.options(opts)
+        """Return on no rank before all have entered.
+
+        Once a group has used CUDA tensors, entering means that all its operations on them and the work of the
+        current stream are complete: the host blocks for that, too. The ranks themselves meet over MPI. In a CUDA graph
+        capture it is a small collective of the graph instead, and nobody blocks.
+        """
+        comm, opts = self._open_mpi("barrier"), forms.options(opts)
         seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
-        return self._issue("barrier", [comm.barrier(seconds)], (), opts, timeout)
+        operations = [comm.barrier(seconds)]
+        if self._nccl is not None:
+            if self._nccl.capturing():
+                return self._nccl.captured_barrier()
+            operations.insert(0, self._nccl.fence(seconds))
+        return self._issue(comm, "barrier", operations, (), opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._open("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
+        self._open_mpi("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single
@@ -295,19 +257,22 @@ class ProcessGroupInflight(GroupIdentity):
 
     def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
         """Send to a group rank; with the receive there, not collective."""
-        comm, (tensor,) = self._open("send"), forms.single("send", tensors)
+        (tensor,) = forms.single("send", tensors)
+        comm = self._open("send", tensor)
         with self._profiled("send", tensor):
             return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
-        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        (tensor,) = forms.single("recv", tensors)
+        comm = self._open("recv", tensor)
         with self._profiled("recv", tensor):
             return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
-        comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
+        (tensor,) = forms.single("recv", tensors)
+        comm = self._open("recv", tensor)
         with self._profiled("recv", tensor):
             return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
 
@@ -315,21 +280,23 @@ class ProcessGroupInflight(GroupIdentity):
     def _profiled(op: str, tensor: torch.Tensor) -> AbstractContextManager[Any]:
         return compat.record_shapes(f"{BACKEND}:{op}", [tensor]) if compat.profiler_enabled() else nullcontext()
 
-    # coalescing ---------------------------------------------------------------------------------------------
-
-    def _start_coalescing(self, _device: Any) -> None:
-        self._coalescing, self._coalescing_thread = [], threading.get_ident()
-
-    def _end_coalescing(self, _device: Any) -> Any:
-        works, self._coalescing = self._coalescing or [], None
-        completion = CoalescedCompletion(self._name, [work.completion for work in works], self._timeout_s)
-        return Work(completion, [tensor for work in works for tensor in work.result()])
-
     # life ---------------------------------------------------------------------------------------------------
+
+    def forked(self) -> None:
+        """Refuse everything from here on; called in a forked child."""
+        self._closed = (
+            f"belongs to process {os.getppid()}, not to its forked child {os.getpid()}; issue collectives from the "
+            "rank itself"
+        )
 
     def pending_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first."""
-        return () if self._closed else self._comm.pending_works()
+        if self._closed:
+            return ()
+        works = self._comm.pending_works()
+        if self._nccl is None:
+            return works
+        return sorted([*works, *self._nccl.pending_works()], key=lambda work: work.issued_at)
 
     def shutdown(self) -> None:
         """Wait for pending works, at most the group's timeout, and free the communicator; again does nothing.
@@ -340,30 +307,41 @@ class ProcessGroupInflight(GroupIdentity):
             return
         self._closed = _DESTROYED
         group_set.discard(self._ticket)
-        if _mpi.started():
-            self._comm.shutdown(self._timeout_s)
+        try:
+            if self._nccl is not None:
+                self._nccl.shutdown(self._timeout_s)
+        finally:
+            if _mpi.started():
+                self._comm.shutdown(self._timeout_s)
 
     def key(self) -> tuple[tuple[int, ...], int]:
         """Return the group's world ranks, and how many groups with those came before it on each of them."""
         return self._comm.key
 
-    def issued(self) -> int:
-        """Return how many collectives this rank has issued on it."""
-        return self._comm.seq
+    def issued(self, device_type: str) -> int:
+        """Return how many collectives on tensors of a type of device this rank has issued."""
+        return self._comm.seq if device_type == "cpu" else 0 if self._nccl is None else self._nccl.seq
 
-    def op_of(self, seq: int) -> str:
+    def op_of(self, seq: int, device_type: str) -> str:
         """Return the name of a recent collective by its number; empty when it is unknown."""
-        return self._called if seq == self._comm.seq else ""
+        return self._called if seq == self.issued(device_type) else ""
+
+    def check(self) -> None:
+        """Raise what NCCL has found wrong since, without waiting for anything."""
+        if self._nccl is not None and not self._closed:
+            self._nccl.check()
 
     def running(self) -> tuple[str, int, float, float] | None:
         """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
         began = self._comm.called_at
         return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
 
-    def fence(self) -> None:
+    def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""
         if not self._closed:
-            self._comm.fence()
+            self._comm.quiesce()
+            if self._nccl is not None:
+                self._nccl.quiesce()
 
     def abort(self, error: InflightError | None = None) -> None:
         """Fail everything that is pending and refuse what comes.
@@ -376,6 +354,8 @@ class ProcessGroupInflight(GroupIdentity):
                 begins meanwhile. Without one, the program itself gave the group up.
         """
         if not self._closed:
+            if self._nccl is not None:
+                self._nccl.abort(error)
             self._comm.abort(error)
             if error is None:
                 group_set.discard(self._ticket)
@@ -387,4 +367,4 @@ class ProcessGroupInflight(GroupIdentity):
         return rank
 
 
-compat.keep_out_of_dynamo(GroupIdentity, ProcessGroupInflight, Work, DoneWork)
+compat.keep_out_of_dynamo(GroupIdentity, Issuer, ProcessGroupInflight, Work, DoneWork)

@@ -33,11 +33,14 @@ class Group(group_set.Group, Protocol):
     def key(self) -> tuple[tuple[int, ...], int]:
         """Return the group's world ranks, and how many groups with those came before it."""
 
-    def issued(self) -> int:
-        """Return how many collectives this rank has issued on it."""
+    def issued(self, device_type: str) -> int:
+        """Return how many collectives on tensors of a type of device this rank has issued."""
 
-    def op_of(self, seq: int) -> str:
+    def op_of(self, seq: int, device_type: str) -> str:
         """Return the name of a recent collective by its number; empty when it is unknown."""
+
+    def check(self) -> None:
+        """Raise what the transport has found wrong since, without waiting for anything."""
 
     def running(self) -> tuple[str, int, float, float] | None:
         """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
@@ -52,6 +55,7 @@ class _Late:
 
     op: str
     seq: int
+    device_type: str
     point_to_point: bool
     age_s: float
     timeout_s: float
@@ -100,17 +104,29 @@ class Watchdog:
         if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
             with group_set.polling:
                 pending = next(iter(group.pending_works()), None)
+                if pending is not None:
+                    self._check(group)
         if pending is not None:
             p2p = pending.op in {"send", "recv"}
             op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s
+            device_type = pending.device_type
         elif (running := group.running()) is not None:
-            (op, seq, began, timeout_s), p2p = running, False
+            (op, seq, began, timeout_s), p2p, device_type = running, False, "cpu"
         else:
             return None
         left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)
         if now - began > timeout_s or (left and not p2p):
-            return _Late(op, seq, p2p, now - began, timeout_s, left)
+            return _Late(op, seq, device_type, p2p, now - began, timeout_s, left)
         return None
+
+    @staticmethod
+    def _check(group: Group) -> None:
+        """Abort a group whose transport reports an error, so that whoever waits raises it."""
+        try:
+            group.check()
+        except InflightError as error:
+            _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {group.describe()} failed: {error}")
+            group.abort(error)
 
     def _answer(self, question: Question) -> Answer:
         """Say where this rank is; the one who asks has failed, so what is recorded here is written, too."""
@@ -119,12 +135,16 @@ class Watchdog:
         for group in group_set.groups():
             if group.key() == question.key:  # type: ignore[attr-defined]
                 known: Group = group  # type: ignore[assignment]
-                return Answer(known.issued(), known.op_of(question.seq), main_thread_site())
+                return Answer(
+                    known.issued(question.device_type),
+                    known.op_of(question.seq, question.device_type),
+                    main_thread_site(),
+                )
         return Answer(-1, "", main_thread_site())
 
     def _fail(self, group: Group, late: _Late) -> None:
         ranks = group.key()[0]
-        question = Question(group.key(), late.seq, late.point_to_point)
+        question = Question(group.key(), late.seq, late.device_type, late.point_to_point)
         answers = self._reports.ask(ranks, question, _ANSWERS_S)
         me = _mpi.mpi().COMM_WORLD.rank
         where = [_where(rank, answers.get(rank), late) for rank in ranks if rank != me]

@@ -41,8 +41,10 @@ class Completion:
         issued_at: ``time.monotonic()`` when it was issued.
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
+        device_type: Of the tensors; each type of device has sequence numbers of its own.
     """
 
+    device_type = "cpu"
     __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "seq", "timeout_s")
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
@@ -118,6 +120,18 @@ class Completion:
             raise CollectiveTimeout(self.describe_timeout(seconds))
         self._done.release()
 
+    def wait(self, timeout: timedelta) -> None:
+        """Order the caller after the operation; what failed is in ``exception`` then, and not raised.
+
+        Args:
+            timeout: At most this long; zero means ``timeout_s``.
+
+        Raises:
+            CollectiveTimeout: The operation has not ended by then.
+        """
+        if not self.completed:
+            self.block(timeout_s(timeout, self.timeout_s))
+
     def describe_timeout(self, seconds: float) -> str:
         """Return the text of the error for a deadline that passed."""
         return (
@@ -153,6 +167,12 @@ class CoalescedCompletion(Completion):
             self._end_all()
         return self.completed
 
+    def wait(self, timeout: timedelta) -> None:
+        """Order the caller after all of them; see `Completion.wait`."""
+        for part in self._parts:
+            part.wait(timeout)
+        self.poll()
+
     def block(self, seconds: float) -> None:
         """Block the host until all have ended; see `Completion.block`."""
         deadline = time.monotonic() + min(seconds, threading.TIMEOUT_MAX)
@@ -186,12 +206,16 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         self._outputs = outputs
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Block the host until the operation is complete (CPU tensors).
+        """Order the caller after the operation: what it does next finds the result.
+
+        On CPU tensors the host blocks until the operation is complete. On CUDA tensors the current stream waits for
+        it and the host goes on, unless a timeout is given: then the host blocks until it is complete.
 
         **Local:** any thread, any number of times; not from a callback of a future of the same group.
 
         Args:
-            timeout: At most this long; zero means the group's timeout.
+            timeout: Block the host for at most this long. Zero means the group's timeout on CPU tensors, and not to
+                block at all on CUDA tensors.
 
         Returns:
             True.
@@ -202,7 +226,7 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         """
         completion = self.completion
         if not completion.completed:
-            completion.block(timeout_s(timeout, completion.timeout_s))
+            completion.wait(timeout)
         registration, self.registration = self.registration, None
         if registration is not None:
             registration.waited()
@@ -223,11 +247,11 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         return self.completion.exception
 
     def synchronize(self) -> None:
-        """Order the caller after the operation: on CPU the same as ``wait``."""
+        """Do what ``wait`` without a timeout does."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Order the current stream after the operation: on CPU, where there is none, the same as ``wait``."""
+        """Do what ``wait`` without a timeout does: on CPU, where there is no stream, that blocks the host."""
         self.wait()
 
     def result(self) -> list[torch.Tensor]:

@@ -10,8 +10,9 @@ import torch
 
 from hpc_inflight import dtypes
 from hpc_inflight._mpi import mpi
+from hpc_inflight.communicators._checks import check_writable, unusable
 from hpc_inflight.config import config
-from hpc_inflight.errors import InvalidArgumentError, UnsupportedError
+from hpc_inflight.errors import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -27,18 +28,8 @@ def check_tensor(call: str, tensor: torch.Tensor, argument: str = "tensor") -> N
     Raises:
         UnsupportedError: Not a dense tensor in CPU memory.
     """
-    if tensor.layout is not torch.strided:
-        msg = (
-            f"{call}: {argument} has layout {tensor.layout}; expected a dense (torch.strided) tensor; "
-            "call to_dense() first"
-        )
-        raise UnsupportedError(msg)
-    if not tensor.is_cpu:
-        msg = (
-            f"{call}: {argument} is on {tensor.device}; this group moves CPU tensors; "
-            "move it with .cpu(), or use a backend for that device"
-        )
-        raise UnsupportedError(msg)
+    if tensor.layout is not torch.strided or not tensor.is_cpu:
+        raise unusable(call, tensor, argument, "CPU")
 
 
 def check_output(call: str, tensor: torch.Tensor, argument: str) -> None:
@@ -49,32 +40,7 @@ def check_output(call: str, tensor: torch.Tensor, argument: str) -> None:
         InvalidArgumentError: Several elements share one place in memory, as in an expanded tensor.
     """
     check_tensor(call, tensor, argument)
-    if not tensor.is_contiguous() and any(
-        stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape, strict=True)
-    ):
-        msg = (
-            f"{call}: {argument} of shape {tuple(tensor.shape)} and strides {tensor.stride()} has several elements in "
-            "one place of memory; expected one that can be written; call contiguous() or clone() first"
-        )
-        raise InvalidArgumentError(msg)
-
-
-def check_same(
-    call: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, argument: str, *, output: bool = False
-) -> None:
-    """Refuse a list with a tensor that MPI cannot address, or with a dtype other than ``like``'s.
-
-    Raises:
-        UnsupportedError: As `check_tensor`.
-        InvalidArgumentError: A dtype differs, or an output cannot be written.
-    """
-    check = check_output if output else check_tensor
-    for i, tensor in enumerate(tensors):
-        name = argument if len(tensors) == 1 else f"{argument}[{i}]"
-        check(call, tensor, name)
-        if tensor.dtype is not like.dtype:
-            msg = f"{call}: {name} is {tensor.dtype}; expected {like.dtype} as the input; convert one of them"
-            raise InvalidArgumentError(msg)
+    check_writable(call, tensor, argument)
 
 
 # buffers ----------------------------------------------------------------------------------------------------
@@ -159,97 +125,3 @@ def _large_type(width: int, count: int) -> Any:
     if rest:
         body = module.Datatype.Create_struct([1, rest], [0, whole * limit * width], [body, base])
     return body.Commit()
-
-
-# copies: in inference mode, since they belong to no graph and may write to leaves and inference tensors ---------
-
-
-def plain(tensor: torch.Tensor) -> bool:
-    """Say whether the memory of the tensor, read in order, is its values in order."""
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-
-
-def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two contiguous tensors share memory, which MPI forbids for a send and a receive buffer."""
-    first, second = one.data_ptr(), other.data_ptr()
-    return first < second + other.nbytes and second < first + one.nbytes
-
-
-def touch(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Say whether two tensors of any layout may share memory."""
-    return one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr() and (
-        not (plain(one) and plain(other)) or overlap(one, other)
-    )
-
-
-def source(tensor: torch.Tensor, target: torch.Tensor | None = None) -> torch.Tensor:
-    """Return ``tensor``, or a contiguous copy where its layout needs one or it shares memory with ``target``."""
-    if plain(tensor) and (target is None or not overlap(tensor, target)):
-        return tensor
-    return flatten([tensor])
-
-
-def target(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor``, or a new contiguous tensor of its size where its layout needs one."""
-    return tensor if plain(tensor) else torch.empty(tensor.numel(), dtype=tensor.dtype)
-
-
-def deliver(received: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Bring what `target` received into the caller's tensor."""
-    if received is not tensor:
-        unflatten(received, [tensor])
-
-
-def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return one tensor over all of them where they lie one behind the other in memory, as the chunks of one do."""
-    end = tensors[0].data_ptr()
-    for tensor in tensors:
-        if tensor.data_ptr() != end or not plain(tensor):
-            return None
-        end += tensor.nbytes
-    first, total = tensors[0].detach(), sum(t.numel() for t in tensors)
-    if first.storage_offset() + total > first.untyped_storage().nbytes() // first.element_size():
-        return None  # neighbours by chance: another storage begins where this one ends
-    return first.as_strided((total,), (1,))
-
-
-def flat_source(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the elements of all in order, without a copy where they lie so already."""
-    whole = joined(tensors)
-    return flatten(tensors) if whole is None else whole
-
-
-def flat_target(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, bool]:
-    """Return where to receive the elements of all, and whether `unflatten` must bring them to the tensors."""
-    whole = joined(tensors)
-    if whole is not None:
-        return whole, False
-    return torch.empty(sum(t.numel() for t in tensors), dtype=tensors[0].dtype), True
-
-
-@torch.inference_mode()
-def copy(value: torch.Tensor, tensor: torch.Tensor) -> None:
-    """Copy elements in order, whatever the layouts; nothing happens where they are in place already."""
-    if value.data_ptr() != tensor.data_ptr() or not plain(tensor) or not plain(value):
-        tensor.copy_(value.view(tensor.shape) if value.is_contiguous() else value)
-
-
-@torch.inference_mode()
-def flatten(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return a new contiguous tensor with the elements of all, in order."""
-    like = tensors[0]
-    flat = torch.empty(sum(t.numel() for t in tensors), dtype=like.dtype)
-    offset = 0
-    for tensor in tensors:
-        flat[offset : offset + tensor.numel()].view(tensor.shape).copy_(tensor)
-        offset += tensor.numel()
-    return flat
-
-
-@torch.inference_mode()
-def unflatten(flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-    """Copy consecutive parts of ``flat`` into the tensors."""
-    offset = 0
-    for tensor in tensors:
-        tensor.copy_(flat[offset : offset + tensor.numel()].view(tensor.shape))
-        offset += tensor.numel()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from hpc_inflight._mpi import abandon, mpi
+from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_buffers as buf
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def exchange(
         receives: By rank, with as many elements as that rank sends here.
     """
     rank = comm.rank
-    landing = {peer: buf.target(tensor) for peer, tensor in receives.items() if peer != rank}
+    landing = {peer: layout.target(tensor) for peer, tensor in receives.items() if peer != rank}
     leaving = {peer: _apart(tensor, receives) for peer, tensor in sends.items()}
     requests: list[Any] = []
     try:
@@ -40,19 +41,19 @@ def exchange(
             if peer != rank:
                 requests.append(comm.Isend(buf.move_buffer(tensor), peer, tag))
         if rank in receives:
-            buf.copy(leaving[rank], receives[rank])
+            layout.copy(leaving[rank], receives[rank])
         mpi().Request.Waitall(requests)
     except BaseException:
         for request in requests:  # one failed: MPI may still read and write the memory of the others
             abandon(request, (landing, leaving))
         raise
     for peer, tensor in landing.items():
-        buf.deliver(tensor, receives[peer])
+        layout.deliver(tensor, receives[peer])
 
 
 def _apart(tensor: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> torch.Tensor:
     """Return the tensor, or a copy where something that is received would be written over it."""
-    source = buf.source(tensor)
-    if source is tensor and any(buf.touch(tensor, other) for other in receives.values() if other is not tensor):
-        return buf.flatten([tensor])
+    source = layout.source(tensor)
+    if source is tensor and any(layout.touch(tensor, other) for other in receives.values() if other is not tensor):
+        return layout.flatten([tensor])
     return source

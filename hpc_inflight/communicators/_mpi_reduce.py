@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_inflight import _mpi, dtypes
+from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_buffers as buf
 from hpc_inflight.communicators import _mpi_narrow, _mpi_sparse
+from hpc_inflight.communicators._checks import check_length, check_numel, check_same
 from hpc_inflight.communicators._mpi_check import Checker
 from hpc_inflight.config import config
-from hpc_inflight.errors import InflightError, InvalidArgumentError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpc_inflight.communicators.base import Operation, Reduction
+    from hpc_inflight.errors import InflightError
+
+SPARE_TAGS = 4
 
 _Plan = tuple[dtypes.ReduceSpec, Any, Any]
 
@@ -35,8 +39,9 @@ class Reducer:
         self.name = name
         self.rank: int = comm.rank
         self.size: int = comm.size
-        # above every tag of the user's messages; MPI promises 32767 at least, and two more are for the barriers
-        self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2
+        # above every tag of the user's messages; MPI promises 32767 at least. Two more are for the barriers, and the
+        # rest for the NCCL communicator of the same group
+        self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2 - SPARE_TAGS
         self._narrower = _mpi_narrow.Narrow(comm, self.own_tag)
         self._unusable: InflightError | None = None  # why, once it is
         self._in_place = _mpi.mpi().IN_PLACE
@@ -80,9 +85,9 @@ class Reducer:
 
             def run(_keep: torch.Tensor = tensor) -> None:
                 if self._narrow(spec, op, tensor):
-                    value = buf.source(tensor)
+                    value = layout.source(tensor)
                     self._narrower.all_reduce(value, op.name, spec.compute_dtype)
-                    buf.deliver(value, tensor)
+                    layout.deliver(value, tensor)
                     return
                 value = tensor if direct else self._enter(spec, op, tensor)
                 for part in buf.chunks(value, mpi_type):
@@ -116,14 +121,15 @@ class Reducer:
         """See `Communicator.reduce_scatter`."""
         call = "reduce_scatter"
         buf.check_output(call, output, "output")
-        self._check_list(call, inputs, output, "inputs")
-        self._check_numel(call, "output", output, inputs[self.rank].numel(), f"inputs[{self.rank}]")
+        check_length(call, inputs, self.size, "inputs")
+        check_same(call, inputs, output, "inputs", buf.check_tensor)
+        check_numel(call, "output", output, inputs[self.rank].numel(), f"inputs[{self.rank}]")
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
         counts = [t.numel() for t in inputs]
 
         def run() -> None:
-            value = buf.flat_source(inputs)
-            if not self._direct(spec, op, value) or buf.overlap(value, output):
+            value = layout.flat_source(inputs)
+            if not self._direct(spec, op, value) or layout.overlap(value, output):
                 value = self._enter(spec, op, value)
             result = torch.empty(output.numel(), dtype=spec.compute_dtype)
             self._reduce_parts(value, result, counts, mpi_type, mpi_op)
@@ -135,18 +141,18 @@ class Reducer:
         """See `Communicator.reduce_scatter_into`."""
         call = "reduce_scatter_tensor"
         buf.check_tensor(call, tensor, "input")
-        buf.check_same(call, [output], tensor, "output", output=True)
-        self._check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")
+        check_same(call, [output], tensor, "output", buf.check_output)
+        check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")
         spec, mpi_type, mpi_op = self._plan(call, op, output.dtype)
         counts = [output.numel()] * self.size
 
         def run() -> None:
             if self._narrow(spec, op, tensor):
-                self._narrower.reduce_scatter(output, buf.source(tensor), op.name, spec.compute_dtype)
+                self._narrower.reduce_scatter(output, layout.source(tensor), op.name, spec.compute_dtype)
                 return
             direct = self._direct(spec, op, tensor)
-            value = buf.source(tensor, output) if direct else self._enter(spec, op, tensor)
-            in_output = buf.plain(output) and spec.compute_dtype is output.dtype
+            value = layout.source(tensor, output) if direct else self._enter(spec, op, tensor)
+            in_output = layout.plain(output) and spec.compute_dtype is output.dtype
             result = output if in_output else torch.empty(output.numel(), dtype=spec.compute_dtype)
             self._reduce_parts(value, result, counts, mpi_type, mpi_op)
             if spec.average or result is not output:
@@ -192,7 +198,7 @@ class Reducer:
     @staticmethod
     def _direct(spec: dtypes.ReduceSpec, op: Reduction, tensor: torch.Tensor) -> bool:
         """Say whether MPI can reduce the tensor's own memory, but for a division afterwards."""
-        return op.factor is None and spec.compute_dtype is tensor.dtype and buf.plain(tensor)
+        return op.factor is None and spec.compute_dtype is tensor.dtype and layout.plain(tensor)
 
     @staticmethod
     @torch.inference_mode()
@@ -211,22 +217,3 @@ class Reducer:
             value.div_(self.size)
         if value is not tensor:
             tensor.copy_(value.view(tensor.shape))
-
-    # checks -------------------------------------------------------------------------------------------------
-
-    def _check_length(self, call: str, tensors: Sequence[torch.Tensor], argument: str) -> None:
-        if len(tensors) != self.size:
-            msg = f"{call}: {argument} has {len(tensors)} tensors; expected {self.size}, one per rank of the group"
-            raise InvalidArgumentError(msg)
-
-    def _check_list(
-        self, call: str, tensors: Sequence[torch.Tensor], like: torch.Tensor, argument: str, *, output: bool = False
-    ) -> None:
-        self._check_length(call, tensors, argument)
-        buf.check_same(call, tensors, like, argument, output=output)
-
-    @staticmethod
-    def _check_numel(call: str, argument: str, tensor: torch.Tensor, expected: int, of: str) -> None:
-        if tensor.numel() != expected:
-            msg = f"{call}: {argument} has {tensor.numel()} elements; expected {expected} ({of}); check the shapes"
-            raise InvalidArgumentError(msg)

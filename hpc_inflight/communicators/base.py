@@ -1,7 +1,7 @@
 """The contract between the process group and a backend.
 
 A collective has two halves. The communicator's method checks the arguments and returns an `Operation`: a
-callable that communicates, once, when it is called. `Communicator.run_now` and `Communicator.enqueue` run
+callable that communicates, once, when its communicator calls it. `Communicator.run_now` and `Communicator.enqueue` run
 operations and return the Work. So every error that depends on arguments comes before any communication, and
 coalescing is issuing several operations as one.
 """
@@ -18,7 +18,8 @@ if TYPE_CHECKING:
     from hpc_inflight.errors import InflightError
     from hpc_inflight.work import Completion
 
-Operation = Callable[[], None]
+# for MPI it takes nothing; for NCCL the raw stream, and it may return what has to follow on that stream
+Operation = Callable[..., Any]
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ class Communicator(Protocol):
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
         """Make a communicator of some of the group's ranks; collective over those only."""
 
-    def fence(self) -> None:
+    def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raises `CommunicatorAborted` after an abort."""
 
     def abort(self, error: InflightError | None = None) -> None:

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hpc_inflight import _mpi, group_set
+from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_barrier
 from hpc_inflight.communicators import _mpi_buffers as buf
+from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._mpi_move import Mover
 from hpc_inflight.communicators._mpi_p2p import RequestCompletion, Requests
 from hpc_inflight.communicators._mpi_worker import Worker
@@ -124,8 +126,8 @@ class MPICommunicator(Mover):
             self._issue_lock.release()
             gate.wait(timeout_s, f"{op} on group {self.name}")
 
-    def fence(self) -> None:
-        """See `Communicator.fence`."""
+    def quiesce(self) -> None:
+        """See `Communicator.quiesce`."""
         with self._issue_lock:
             pass
         if self._unusable is not None:
@@ -158,7 +160,7 @@ class MPICommunicator(Mover):
         """See `Communicator.send`."""
         self._check_p2p("send", tensor, dst, tag)
         with torch.inference_mode():
-            source = buf.source(tensor)
+            source = layout.source(tensor)
         completion = RequestCompletion("send", self.name, next(self._p2p_numbers), timeout_s, source, None)
         buffer = buf.move_buffer(source)
         return self._start(completion, lambda: self.comm.Isend(buffer, dst, tag), [])
@@ -167,12 +169,12 @@ class MPICommunicator(Mover):
         """See `Communicator.recv`."""
         self._check_p2p("recv", tensor, src, tag)
         buf.check_output("recv", tensor, "tensor")
-        target, after = buf.target(tensor), None
+        target, after = layout.target(tensor), None
         if target is not tensor:
 
             @torch.inference_mode()
             def after() -> None:
-                buf.unflatten(target, [tensor])
+                layout.unflatten(target, [tensor])
 
         completion = RequestCompletion("recv", self.name, next(self._p2p_numbers), timeout_s, target, after)
         source, buffer = self._mpi.ANY_SOURCE if src is None else src, buf.move_buffer(target)
@@ -187,6 +189,11 @@ class MPICommunicator(Mover):
         finally:
             self._issue_lock.release()
         return Work(completion, outputs)
+
+    @property
+    def spare_tag(self) -> int:
+        """The first of four tags on ``comm`` that nothing here uses."""
+        return self.own_tag + 3
 
     def pending_works(self) -> list[Completion]:
         """See `Communicator.pending_works`."""
@@ -232,9 +239,7 @@ class MPICommunicator(Mover):
         if self._unusable:
             self._refuse()
         buf.check_tensor(call, tensor)
-        if peer is not None and not 0 <= peer < self.size:
-            msg = f"{call}: peer rank {peer} is not in group {self.name}; expected 0 to {self.size - 1}"
-            raise InvalidArgumentError(msg)
+        check_peer(call, peer, self.size, self.name)
         if not 0 <= tag < self.own_tag:
             msg = f"{call}: tag {tag}; expected 0 to {self.own_tag - 1}, which this MPI library can carry"
             raise InvalidArgumentError(msg)

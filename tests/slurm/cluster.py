@@ -29,9 +29,9 @@ PACKAGES = ("slurm-wlm", "munge", "libpmix2")
 NODES = ("n1", "n2")
 CPUS = 4
 GPUS = 4
-_START_S = 30.0
-_STOP_S = 10.0
-_APT_S = 300.0
+_START_S = 120.0
+_STOP_S = 30.0
+_APT_S = 600.0
 
 _SLURM_CONF = """\
 ClusterName=test

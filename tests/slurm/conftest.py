@@ -50,7 +50,7 @@ class Site:
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.env['PATH']}"
 
     def run(
-        self, *command: str, timeout_s: float = 60, env: Mapping[str, str] | None = None
+        self, *command: str, timeout_s: float = 300, env: Mapping[str, str] | None = None
     ) -> subprocess.CompletedProcess[str]:
         """Run a command that needs the cluster."""
         return subprocess.run(
@@ -71,7 +71,7 @@ class Site:
         assert done.returncode == 0, done.stderr
         return done.stdout.strip().split(";")[0]
 
-    def left_over(self, timeout_s: float = 20) -> str:
+    def left_over(self, timeout_s: float = 120) -> str:
         """Return the jobs that are still in the queue after the timeout."""
         deadline = time.monotonic() + timeout_s
         while (jobs := self.run("squeue", "--noheader").stdout) and time.monotonic() < deadline:
@@ -84,7 +84,7 @@ class Site:
         found = re.search(rf"\b{name}=(\S+)", done.stdout)
         return found[1] if found else ""
 
-    def wait(self, job_id: str, output: Path, timeout_s: float = 60) -> Job:
+    def wait(self, job_id: str, output: Path, timeout_s: float = 500) -> Job:
         """Return the job once it has ended; sbatch --wait would look every ten seconds only."""
         deadline = time.monotonic() + timeout_s
         while (state := self.field(job_id, "JobState")) in {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING"}:

@@ -23,9 +23,6 @@ def libmpi() -> dict[str, str]:
     return {"MPI4PY_LIBMPI": os.environ.get("MPI4PY_LIBMPI") or str(found[0])} if found else {}
 
 
-pytestmark = pytest.mark.timeout(120)
-
-
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

@@ -21,7 +21,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TRAINING = ["--no-evaluate", "--backend", "eager"]
 LONG = 200
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(1800)
 
 
 def submit(site: Site, output: Path, template: str, *arguments: str, options: tuple[str, ...] = ()) -> str:
@@ -39,7 +39,7 @@ def uninterrupted(site: Site, tmp_path_factory: pytest.TempPathFactory) -> list[
     folder = tmp_path_factory.mktemp("train")
     losses, output = folder / "losses.json", folder / "out"
     program = ["python", "-m", "hpc_inflight.examples.flights", "--steps", str(LONG), "--losses-json", str(losses)]
-    text = completed(site.wait(submit(site, output, "train.sbatch", *program, *TRAINING), output, 200))
+    text = completed(site.wait(submit(site, output, "train.sbatch", *program, *TRAINING), output))
     assert re.search(r"ranks, backend +│ 4, eager", text), text
     found: list[float] = json.loads(losses.read_text())
     assert len(found) == LONG
@@ -65,20 +65,20 @@ def test_requeue_stops_queues_again_and_goes_on(site: Site, uninterrupted: list[
             assert time.monotonic() < deadline, f"no {what}:\n{output.read_text() if output.exists() else ''}"
             time.sleep(0.1)
 
-    until(rf"step {LONG // 10}/{LONG} ", 120)
+    until(rf"step {LONG // 10}/{LONG} ", 500)
     # what Slurm does before the time limit, which it looks at twice a minute only
     assert site.run("scancel", "--batch", "--signal=USR1", job).returncode == 0
-    until(r"stopped by SIGUSR1 after step \d+;", 60)
+    until(r"stopped by SIGUSR1 after step \d+;", 500)
     stopped = int(re.findall(r"after step (\d+);", output.read_text())[0])
     assert LONG // 10 <= stopped < LONG
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while site.field(job, "JobState") != "PENDING":
         assert time.monotonic() < deadline, site.run("scontrol", "show", "job", job).stdout
         time.sleep(0.1)
     # a requeued job is held for two minutes; started in the second of its requeueing, its credential is refused
     time.sleep(2)
     assert site.run("scontrol", "update", f"jobid={job}", "starttime=now").returncode == 0
-    text = completed(site.wait(job, output, 120))
+    text = completed(site.wait(job, output))
     assert f"resumed after step {stopped}" in text
     assert json.loads(losses.read_text()) == uninterrupted
 
@@ -86,7 +86,7 @@ def test_requeue_stops_queues_again_and_goes_on(site: Site, uninterrupted: list[
 def test_test_runs_the_tests(site: Site, tmp_path: Path) -> None:
     output = tmp_path / "out"
     job = submit(site, output, "test.sbatch", "-q", "-k", "world_facts", "tests/mpi/test_groups.py")
-    assert "1 passed" in completed(site.wait(job, output, 120))
+    assert "1 passed" in completed(site.wait(job, output))
 
 
 @pytest.mark.slow
@@ -100,7 +100,7 @@ def test_array_sweeps(site: Site, tmp_path: Path) -> None:
         options=("--array=0-1",),
     )
     for task, rate in ((0, "3e-4"), (1, "1e-3")):
-        text = completed(site.wait(f"{job}_{task}", tmp_path / f"out-{task}", 120))
+        text = completed(site.wait(f"{job}_{task}", tmp_path / f"out-{task}"))
         assert f"learning rate {rate}" in text
         assert "step 3/3" in text
 
@@ -134,7 +134,7 @@ def test_every_rank_finds_a_gpu_of_its_own(
     output = tmp_path / "out"
     program = [*wrapper, "sh", "-c", SHOW, str(tmp_path)]
     job = site.submit(*options, f"--output={output}", str(template), *program)
-    completed(site.wait(job, output, 60))
+    completed(site.wait(job, output))
     found = [(tmp_path / str(rank)).read_text().strip() for rank in range(4)]
     assert found == masks
     every = ",".join(map(str, range(GPUS)))  # what CUDA shows without a mask

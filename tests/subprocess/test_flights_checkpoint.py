@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PROGRAM = ["-m", "hpc_inflight.examples.flights", "--no-evaluate", "--backend", "eager", "--steps", "24"]
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def test_the_signal_stops_with_a_checkpoint(tmp_path: Path) -> None:
                 assert line, "it ended before its first line of progress"
             job.send_signal(signal.SIGUSR1)
             rest = job.stdout.read()
-            assert job.wait(timeout=120) == 0
+            assert job.wait(timeout=500) == 0
         finally:
             job.kill()
     assert "stopped by SIGUSR1 after step" in rest

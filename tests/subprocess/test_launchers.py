@@ -38,8 +38,6 @@ PLANTED = {
     "SLURM_PROCID": "5",
 }
 
-pytestmark = pytest.mark.timeout(180)
-
 
 @pytest.fixture(params=mpis.VENDORS)
 def mpi(request: pytest.FixtureRequest) -> MPI:
@@ -55,7 +53,7 @@ def environment(mpi: MPI, **more: str) -> dict[str, str]:
 
 
 def run(
-    mpi: MPI, *arguments: str, timeout_s: float = 120, more: dict[str, str] | None = None
+    mpi: MPI, *arguments: str, timeout_s: float = 500, more: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [RUN_SH, *arguments],
@@ -152,8 +150,8 @@ def test_no_rank_survives_its_launcher(mpi: MPI, number: signal.Signals) -> None
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     job.wait(timeout=5)
                 job.send_signal(number)
-            assert job.wait(timeout=60) != 0
-            deadline = time.monotonic() + 30
+            assert job.wait(timeout=300) != 0
+            deadline = time.monotonic() + 120
             while alive(marker) and time.monotonic() < deadline:
                 time.sleep(0.1)
             assert alive(marker) == []
@@ -177,7 +175,7 @@ def test_the_other_mpi_s_launcher_is_said(mpi: MPI) -> None:
         capture_output=True,
         text=True,
         errors="replace",
-        timeout=120,
+        timeout=500,
         check=False,
     )
     assert done.returncode != 0
@@ -197,20 +195,20 @@ def test_a_launcher_that_fails_passes_its_code_on(mpi: MPI) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_thirty_two_ranks_start_reduce_and_end(capsys: pytest.CaptureFixture[str]) -> None:
     mpi = next(iter(mpis.installed().values()))
     program = (
         "import os, torch, torch.distributed as dist, hpc_inflight as hi\n"
-        "w = hi.init(timeout_s=300)\n"
+        "w = hi.init(timeout_s=1000)\n"
         "for i in range(100):\n"
         "    dist.all_reduce(t := torch.full((4,), float(w.rank + i)))\n"
         "    assert t.tolist() == [496.0 + 32 * i] * 4, t\n"
         "os.write(1, f'<{w.rank} of {w.world_size}>\\n'.encode())\n"
-        "hi.finalize(timeout_s=300)\n"
+        "hi.finalize(timeout_s=1000)\n"
     )
     started = time.monotonic()
-    done = run(mpi, "-n", "32", "python", "-c", program, timeout_s=580)
+    done = run(mpi, "-n", "32", "python", "-c", program, timeout_s=1700)
     seconds = time.monotonic() - started
     assert done.returncode == 0, done.stderr[-4000:]
     assert len(set(re.findall(r"<\d+ of 32>", done.stdout))) == 32

@@ -30,7 +30,7 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
-    def fence(self) -> None:
+    def quiesce(self) -> None:
         if self.failure is not None:
             raise self.failure
 

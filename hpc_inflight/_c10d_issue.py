@@ -1,0 +1,237 @@
+"""Issuing: which communicator a tensor belongs to, what becomes of an operation there, and blocks of calls."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_inflight import _c10d_forms as forms
+from hpc_inflight import _torch_compat as compat
+from hpc_inflight import work_registry
+from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
+from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
+from hpc_inflight.work import CoalescedCompletion, DoneWork, Work
+
+if TYPE_CHECKING:
+    from hpc_inflight.communicators.base import Communicator, Operation
+    from hpc_inflight.communicators.mpi import MPICommunicator
+
+_Tensors = Sequence[torch.Tensor]
+
+
+def _cuda_index(device: Any) -> int | None:
+    """Return the index of a CUDA device, of the current one where none is given; None for other devices."""
+    if device is None or torch.device(device).type != "cuda":
+        return None
+    index: int | None = torch.device(device).index
+    return torch.cuda.current_device() if index is None else index
+
+
+class Issuer(GroupIdentity):
+    """A group's communicators and the one way in which all its methods issue.
+
+    CPU tensors go to MPI. CUDA tensors go to NCCL, on one device per group: the one that the group was made with, or
+    that of the first CUDA tensor.
+    """
+
+    def __init__(self, store: Any, rank: int, size: int, communicator: MPICommunicator, timeout_s: float) -> None:
+        super().__init__(store, rank, size, timeout_s)
+        self._comm = communicator
+        self._nccl: Any = None  # the NCCLCommunicator, made at the first use of a CUDA tensor
+        self._nccl_index = -1
+        self._nccl_failure: InflightError | None = None
+        self._nccl_lock = threading.Lock()
+        self._closed = ""  # why it cannot be used any more
+        self._called = ""  # the operation that was issued last, for the watchdog
+        self._coalescing: list[Any] | None = None
+        self._coalescing_thread = 0
+        self._call_is_open = False  # in such a block: a call was begun and has issued nothing yet
+        self._flushed: list[Any] = []  # works of a block that had to end early
+
+    # communicators -------------------------------------------------------------------------------------------
+
+    def _open_mpi(self, call: str) -> MPICommunicator:
+        if self._closed:
+            raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
+        return self._comm
+
+    def _open(self, call: str, tensor: torch.Tensor) -> Communicator:
+        """Return the communicator for the tensor's device; the call has to check that its other tensors are there."""
+        if self._closed:
+            raise GroupDestroyedError(f"{call}: {self.describe()} {self._closed}")
+        if self._coalescing is not None and self._coalesces():
+            self._note_call()
+        if not tensor.is_cuda:
+            return self._comm
+        index = tensor.get_device()
+        if index == self._nccl_index:
+            nccl: Communicator = self._nccl
+            return nccl
+        made: Communicator = self._open_nccl(call, index)
+        return made
+
+    def _open_any(self, call: str, tensors: _Tensors) -> Communicator:
+        return self._open(call, tensors[0]) if tensors else self._open_mpi(call)
+
+    def _open_nccl(self, call: str, index: int) -> Any:
+        """Return the NCCL communicator, making it at the first use: all ranks come here then.
+
+        A failure is final for this group: its ranks may be at different operations. CPU tensors are not affected.
+        """
+        from hpc_inflight.communicators.nccl import NCCLCommunicator
+
+        with self._nccl_lock:
+            if self._nccl_failure is not None:
+                raise self._nccl_failure.with_traceback(None)
+            if self._nccl is None:
+                try:
+                    comm = self._comm
+                    made = NCCLCommunicator(comm.comm, comm.spare_tag, self._name, index, self._timeout_s)
+                except InvalidArgumentError:
+                    raise  # before anything was tried
+                except InflightError as error:
+                    self._nccl_failure = error
+                    raise
+                self._nccl, self._nccl_index = made, index
+            if index != self._nccl_index:
+                msg = (
+                    f"{call}: the tensor is on cuda:{index}; {self.describe()} uses cuda:{self._nccl_index}, as its "
+                    "first operation on CUDA tensors did; move the tensor, or make another group"
+                )
+                raise InvalidArgumentError(msg)
+            return self._nccl
+
+    def eager_connect_single_device(self, device: Any) -> None:
+        """Make the NCCL communicator now; c10d calls this where a group is made with ``device_id``.
+
+        **Collective:** over the group.
+
+        Raises:
+            NCCLUnavailableError: A rank has no usable GPU, CuPy or NCCL, or two ranks have the same GPU.
+            NCCLError: NCCL failed on a rank.
+            CollectiveTimeout: A rank did not come.
+        """
+        index = _cuda_index(device)
+        if index is not None:
+            self._open_nccl("init_process_group", index)
+            self.bound_device_id = torch.device("cuda", index)
+
+    # issuing ------------------------------------------------------------------------------------------------
+
+    def _issue(
+        self,
+        comm: Communicator,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any = None,
+    ) -> Any:
+        if compat.profiler_enabled():
+            return self._issue_profiled(comm, op, operations, outputs, opts, timeout)
+        is_async = opts is None or forms.is_async(opts)
+        self._called = op
+        if self._coalescing is not None and self._coalesces():
+            return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
+        if not is_async and (done := comm.run_now(operations)) is not None:
+            return done
+        if timeout is None and opts is not None:
+            timeout = opts.timeout
+        seconds = self._timeout_s
+        if timeout is not None and timeout != compat.UNSET_TIMEOUT:
+            seconds = compat.timeout_s(timeout, seconds)
+        work = comm.enqueue(op, operations, outputs, seconds)
+        return self._issued(work, outputs) if is_async else work
+
+    def _issue_in_block(
+        self, comm: Communicator, op: str, operations: Sequence[Operation], outputs: _Tensors, *, is_async: bool
+    ) -> Any:
+        work = self._issued(comm.enqueue(op, operations, outputs, self._timeout_s), outputs)
+        # c10d waits at once for what is synchronous, and an NCCL operation is launched at the end of the block only
+        return work if is_async or comm is self._comm else DoneWork()
+
+    def _issue_profiled(
+        self,
+        comm: Communicator,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any,
+    ) -> Any:
+        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts)
+        if self._coalesces():
+            with compat.record_shapes(name, outputs):
+                return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
+        if not is_async:
+            with compat.record_shapes(name, outputs):
+                done = comm.run_now(operations)
+            if done is not None:
+                return done
+        timeout = opts.timeout if timeout is None and opts is not None else timeout
+        if comm is not self._comm:  # the profiler shows kernels on their streams by itself
+            with compat.record_shapes(name, outputs):
+                work = comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+            return self._issued(work, outputs) if is_async else work
+        end = compat.begin_span(f"{name} (in flight)")
+
+        def run() -> None:
+            try:
+                for operation in operations:
+                    operation()
+            finally:
+                end()  # before the work is complete: whoever waited for it may end the profiler next
+
+        with compat.record_shapes(name, outputs):
+            work = comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
+        return self._issued(work, outputs) if is_async else work
+
+    def _issued(self, work: Any, outputs: _Tensors) -> Any:
+        if compat.inflight_allowed():
+            for tensor in outputs:
+                if compat.has_storage(tensor):  # else nothing could wait for it by tensor
+                    work_registry.register(tensor, work)
+        if self._coalescing is not None and self._coalesces():
+            self._call_is_open = False
+            self._coalescing.append(work)
+        return work
+
+    # blocks of calls ----------------------------------------------------------------------------------------
+
+    def _coalesces(self) -> bool:
+        return self._coalescing is not None and self._coalescing_thread == threading.get_ident()
+
+    def _note_call(self) -> None:
+        """End a block of coalesced calls in which one failed: nobody else may, and it would swallow what comes."""
+        if self._call_is_open:
+            self._call_is_open = False
+            self._flushed, self._coalescing = self._coalescing or [], None
+            self._end_nccl_block()
+        else:
+            self._call_is_open = True
+
+    def _start_coalescing(self, device: Any) -> None:
+        self._open_mpi("coalescing")
+        index = _cuda_index(device)
+        if index is not None:
+            self._open_nccl("coalescing", index)
+        self._coalescing, self._coalescing_thread = [], threading.get_ident()
+        self._call_is_open, self._flushed = False, []
+        if self._nccl is not None:
+            self._nccl.begin_block()
+
+    def _end_nccl_block(self) -> Work | None:
+        return None if self._nccl is None else self._nccl.end_block()
+
+    def _end_coalescing(self, _device: Any) -> Any:
+        works, self._coalescing = self._coalescing or [], None
+        flushed, self._flushed = self._flushed, []
+        block = self._end_nccl_block()
+        if block and all(work.completion is block.completion for work in (*flushed, *works)):
+            return block
+        works = [*flushed, *works]
+        completion = CoalescedCompletion(self._name, [work.completion for work in works], self._timeout_s)
+        return Work(completion, [tensor for work in works for tensor in work.result()])

@@ -1,0 +1,172 @@
+"""A communication stream: what is launched on it is ordered after its caller, and kept until it is complete."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from typing import TYPE_CHECKING, Any
+
+from hpc_inflight._cupy import raise_nccl_error
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+
+    from hpc_inflight._cupy import Runtime
+    from hpc_inflight.communicators._nccl_completion import StreamCompletion
+
+    Launch = Callable[[int], Callable[[], None] | None]
+
+_SOON = 8  # issues after which old completions are looked at again, all but one of them without asking the device
+LARGE = 1 << 20  # bytes: for such outputs it is worth asking each time, so that their memory comes back soon
+
+
+class Stream:
+    """One stream of a device with what was launched on it and is not known to be complete.
+
+    Attributes:
+        runtime: Of this process.
+        index: The device.
+        raw: The stream's handle.
+        events: The device's pool of unused events.
+        lock: Held from the event that orders a launch after its caller to the one that marks its end.
+        pending: Oldest first.
+        look_at: How many of those there have to be before they are looked at again.
+    """
+
+    def __init__(self, runtime: Runtime, index: int, check: Callable[[], None]) -> None:
+        self.runtime = runtime
+        self.index = index
+        self.check = check
+        self.events = runtime.events.setdefault(index, [])
+        self.lock = threading.Lock()
+        self.pending: deque[StreamCompletion] = deque()
+        self._stream = runtime.new_stream(index)
+        self.raw = runtime.raw_stream(self._stream)
+        self._futures: Any = None  # a stream for completing futures, which orders them after their event and no other
+        self._start = self.new_event()
+        self.look_at = _SOON
+        self._record, self._wait = runtime.event_record, runtime.stream_wait
+
+    def new_event(self) -> int:
+        """Take an event from the pool."""
+        return self.events.pop() if self.events else self.runtime.event_create()
+
+    def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
+        """Launch operations behind what the stream ``caller`` has so far; with the device current.
+
+        Raises:
+            NCCLError: NCCL refused one; its tensors are kept until the device is past it.
+        """
+        start, raw = self._start, self.raw
+        with self.lock:
+            self._record(start, caller)
+            self._wait(raw, start)
+            if len(operations) != 1:
+                self._launch(completion, operations, raw)
+                return
+            try:  # the frequent case, in this frame
+                after = operations[0](raw)
+                if after is not None:
+                    self.runtime.run_on(self._stream, after)
+            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+                raise_nccl_error(completion.op, error)
+            finally:
+                self._record(completion.event, raw)
+
+    def launch_behind(self, completion: StreamCompletion, operations: Sequence[Launch], event: int) -> None:
+        """Launch operations behind an event that the caller recorded when it issued them."""
+        with self.lock:
+            self._wait(self.raw, event)
+            self._launch(completion, operations, self.raw)
+
+    def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], raw: int) -> None:
+        try:
+            if len(operations) == 1:
+                after = operations[0](raw)
+                if after is not None:
+                    self.runtime.run_on(self._stream, after)
+            else:
+                for after in launch_group(self.runtime, operations, raw):
+                    self.runtime.run_on(self._stream, after)
+        except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+            raise_nccl_error(completion.op, error)
+        finally:
+            self._record(completion.event, raw)
+
+    def add(self, completion: StreamCompletion) -> None:
+        """Keep a completion until it is complete."""
+        self.pending.append(completion)
+
+    def retire(self) -> None:
+        """Drop the oldest completions that are complete."""
+        pending = self.pending
+        with self.lock:
+            while pending and pending[0].poll():
+                pending.popleft()
+
+    def look_after(self, limit: int, timeout_s: float) -> None:
+        """Drop old completions, and wait for the oldest while there are ``limit``.
+
+        Events of one stream complete in order, so one that is complete speaks for all before it.
+        """
+        pending = self.pending
+        with self.lock:
+            for place in (len(pending) - 1, len(pending) // 2, 0):
+                if pending and pending[place].poll() and (not place or pending[place].exception is None):
+                    for _ in range(place + 1):
+                        pending.popleft().finish()
+                    break
+        while len(pending) >= limit:
+            with contextlib.suppress(IndexError):  # another thread dropped it
+                pending[0].block(timeout_s)
+            self.retire()
+        self.look_at = len(pending) + _SOON
+
+    def resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor], event: int) -> None:
+        """Complete a future behind an event: who waits for it or chains to it is ordered after that."""
+        runtime = self.runtime
+        with runtime.on_device(self.index), self.lock:
+            if self._futures is None:
+                self._futures = runtime.new_stream(self.index)
+            self._wait(runtime.raw_stream(self._futures), event)
+        # callbacks run in here, and may issue: not under the lock
+        runtime.run_on(self._futures, lambda: future.set_result(outputs))
+
+    def close(self) -> None:
+        """Give the stream's own event back; nothing is launched any more."""
+        self.events.append(self._start)
+
+
+def launch_group(runtime: Runtime, operations: Sequence[Launch], raw: int) -> list[Callable[[], None]]:
+    """Launch operations as one NCCL group, which is closed whatever happens, and return what is to run afterwards."""
+    after = []
+    runtime.group_start()
+    try:
+        for operation in operations:
+            then = operation(raw)
+            if then is not None:
+                after.append(then)
+    finally:
+        runtime.group_end()
+    return after
+
+
+def run_here(runtime: Runtime, operations: Sequence[Launch], stream: int) -> None:
+    """Launch operations on the caller's current stream; the device is current.
+
+    Raises:
+        NCCLError: NCCL refused one.
+    """
+    try:
+        if len(operations) == 1:
+            after = operations[0](stream)
+            if after is not None:
+                after()
+        else:
+            for then in launch_group(runtime, operations, stream):
+                then()
+    except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+        raise_nccl_error("a collective on the current stream", error)

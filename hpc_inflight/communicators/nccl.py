@@ -1,0 +1,411 @@
+"""The backend for CUDA tensors: NCCL through CuPy, by raw handles, on a communication stream or the caller's own."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import threading
+import time
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from hpc_inflight import _cupy, _mpi, group_set
+from hpc_inflight.communicators import _layout as layout
+from hpc_inflight.communicators._checks import check_peer
+from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
+from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
+from hpc_inflight.communicators._nccl_move import Mover
+from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
+from hpc_inflight.communicators._nccl_stream import LARGE, Stream, run_here
+from hpc_inflight.communicators.base import Reduction
+from hpc_inflight.config import config
+from hpc_inflight.errors import (
+    CaptureError,
+    CollectiveTimeout,
+    CommunicatorAborted,
+    DrainTimeout,
+    GroupDestroyedError,
+    InflightError,
+    InvalidArgumentError,
+    NCCLUnavailableError,
+    UnsupportedError,
+)
+from hpc_inflight.work import Completion, DoneWork, Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    import torch
+    from mpi4py import MPI
+
+    from hpc_inflight.communicators._nccl_stream import Launch
+    from hpc_inflight.communicators.base import Operation
+
+OWN_TAGS = 2 * TAGS  # that the group's MPI communicator keeps for this module
+_END_S = 10.0  # for NCCL to destroy or abort a communicator
+_DONE = DoneWork()
+_left_behind: list[list[Stream]] = []
+_log = logging.getLogger(__name__)
+
+
+class NCCLCommunicator(Mover):
+    """One group's NCCL communicator on one device; see `hpc_inflight.communicators.base.Communicator`.
+
+    Operations are launched in the caller: an asynchronous one on the communication stream, behind what the current
+    stream has so far, a synchronous one on the current stream itself. Both return at once. `Work.wait` makes the
+    current stream wait and never blocks the host, unless it is given a timeout.
+
+    **Collective:** over the group's ranks, at the group's first operation on CUDA tensors; see
+    `_nccl_connect.connect` for what it raises.
+
+    Args:
+        comm: The group's MPI communicator, over which the ranks find each other.
+        tag: The first of `OWN_TAGS` tags on it that nothing else uses.
+        name: The group's name, for messages.
+        index: This rank's device.
+        timeout_s: Seconds for all ranks to come here.
+
+    Attributes:
+        seq: Number of collectives issued so far.
+    """
+
+    def __init__(self, comm: MPI.Intracomm, tag: int, name: str, index: int, timeout_s: float) -> None:
+        runtime: _cupy.Runtime | InflightError
+        try:
+            runtime = _cupy.runtime()
+            if runtime.capturing():
+                msg = (
+                    f"group {name} has no NCCL communicator yet, and none can be made while a CUDA graph is captured; "
+                    "issue a collective on a CUDA tensor of the group before the capture, or make it with device_id"
+                )
+                raise InvalidArgumentError(msg)
+        except NCCLUnavailableError as error:
+            runtime = error
+        ranks = range(comm.size)
+        meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s)
+        nccl = connect(meeting, runtime, index)
+        super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name)
+        self.seq = 0
+        runtime = self.runtime
+        self._current_stream, self._current_device = runtime.current_stream, runtime.current_device
+        self._capturing = runtime.capturing
+        self._comm = comm
+        self._tag = tag
+        self._timeout_s = timeout_s
+        self._numbers = itertools.count(1)  # next() of it is atomic
+        self._p2p_numbers = itertools.count(1)
+        self._unusable: InflightError | None = None  # why, once it is
+        self._stopping = False  # nothing is waited for any more
+        self._lock = threading.Lock()
+        self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
+        self._max_pending = config().max_pending
+        self._block: list[Launch] | None = None  # of the block of calls that is being collected, see begin_block
+        self._block_work: LateCompletion | None = None
+        self._block_thread = 0
+        self._block_outputs: list[torch.Tensor] = []
+        with self.runtime.on_device(index):
+            self._stream = self._new_stream(nccl)
+            self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
+
+    def _new_stream(self, nccl: Any) -> Stream:
+        return Stream(self.runtime, self._index, functools.partial(self.runtime.check, nccl))
+
+    # issuing ------------------------------------------------------------------------------------------------
+
+    def run_now(self, operations: Sequence[Launch]) -> DoneWork:
+        """Launch operations on the current stream; see `Communicator.run_now`."""
+        if self._unusable:
+            self._refuse()
+        if self._stream.pending and self._capturing():
+            self._check_capture("a synchronous collective")
+        index = self._index
+        if self._current_device() != index:
+            with self.runtime.on_device(index), self._stream.lock:
+                run_here(self.runtime, operations, self._current_stream(index))
+        else:
+            with self._stream.lock:
+                run_here(self.runtime, operations, self._current_stream(index))
+        self.seq = next(self._numbers)
+        return _DONE
+
+    def enqueue(self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float) -> Work:
+        """Launch operations on the communication stream, as one NCCL group; see `Communicator.enqueue`.
+
+        While this thread collects a block of calls, they are kept for its end.
+        """
+        if self._unusable or self._block is not None:
+            if self._unusable:
+                self._refuse()
+            if self._block_thread == threading.get_ident():
+                return self._collect(operations, outputs)
+        if self._current_device() != self._index:
+            with self.runtime.on_device(self._index):
+                return self._enqueue(op, operations, outputs, timeout_s)
+        return self._enqueue(op, operations, outputs, timeout_s)
+
+    def _enqueue(
+        self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float
+    ) -> Work:
+        stream = self._stream
+        if stream.pending and (len(stream.pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
+            stream.look_after(self._max_pending, timeout_s)
+        caller = self._current_stream(self._index)
+        self.seq = seq = next(self._numbers)
+        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, operations)
+        self._launch(completion, operations, caller)
+        return Work(completion, outputs)
+
+    def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
+        # the legacy default stream, of handle 0, cannot be captured
+        if caller and self._capturing():
+            self._check_capture(completion.op)
+            completion.captured = True
+            self._stream.launch(completion, operations, caller)
+            return
+        self._wait_for_gate(completion.op, completion.timeout_s)
+        try:
+            self._stream.launch(completion, operations, caller)
+        finally:
+            self._stream.pending.append(completion)  # also when it failed: a part may have been launched
+
+    def _wait_for_gate(self, op: str, timeout_s: float) -> None:
+        """Wait while another thread drains all groups; see `group_set.Gate`."""
+        gate = group_set.gate
+        while gate.closed and not gate.is_mine():
+            gate.wait(timeout_s, f"{op} on group {self.name}")
+
+    def _check_capture(self, op: str) -> None:
+        """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
+        # without asking the device, which a capture forbids; the drain at its beginning has asked
+        if count := sum(not work.completed for stream in self._streams() for work in list(stream.pending)):
+            msg = (
+                f"{op} on group {self.name}: captured while {count} of its operations are enqueued; begin the capture "
+                "with torch.cuda.graph or hpc_inflight.graph, which wait for them first, and issue nothing on this "
+                "group from elsewhere until it has ended"
+            )
+            raise CaptureError(msg)
+
+    def _refuse(self) -> NoReturn:
+        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have looked
+        raise type(self._unusable)(str(self._unusable))
+
+    # blocks of calls ----------------------------------------------------------------------------------------
+
+    def begin_block(self) -> None:
+        """Collect what this thread issues from here on, for one NCCL group; `end_block` launches it."""
+        self._block_thread = threading.get_ident()
+        self._block, self._block_work, self._block_outputs = [], None, []
+
+    def _collect(self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor]) -> Work:
+        if self._block_work is None:
+            self.seq = next(self._numbers)
+            stream, until = self._stream, "its block of coalesced calls ends"
+            fields = "coalesced", self.name, self.seq, self._timeout_s, stream, 0, None
+            self._block_work = LateCompletion(*fields, until=until, blocks=False)
+        assert self._block is not None  # noqa: S101  # for mypy: the caller has looked
+        self._block += operations
+        self._block_outputs += outputs
+        return Work(self._block_work, outputs)
+
+    def end_block(self) -> Work | None:
+        """Launch what was collected; None if that is nothing."""
+        operations, outputs, late = self._block or [], self._block_outputs, self._block_work
+        self._block, self._block_work, self._block_outputs = None, None, []
+        if late is None:
+            return None
+        with self.runtime.on_device(self._index):
+            self._stream.look_after(self._max_pending, self._timeout_s)
+            caller = self.runtime.current_stream(self._index)
+            late.hold(operations, caller)
+            try:
+                self._launch(late, operations, caller)
+            except Exception as error:
+                late.finish(error)
+                raise
+        late.launched()
+        return Work(late, outputs)
+
+    # point to point -----------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float) -> Work:  # noqa: ARG002  # NCCL has none
+        """See `Communicator.send`; NCCL has no tags: the messages of a pair match in their order."""
+        if self._unusable:
+            self._refuse()
+        if self._block is not None and self._block_thread == threading.get_ident():
+            return self._collect([self.send_in_group(tensor, dst)], ())
+        self._check_tensor("send", tensor)
+        check_peer("send", dst, self.size, self.name)
+        value = layout.source(tensor)
+        completion = self._message("send", dst, timeout_s, value, None, (tensor, value))
+        return Work(completion, [])
+
+    def recv(self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float) -> Work:  # noqa: ARG002  # as above
+        """See `Communicator.recv`; NCCL has no tags and cannot receive from any rank."""
+        if self._unusable:
+            self._refuse()
+        if src is None:
+            msg = "recv: NCCL cannot receive from any rank; name the source, or receive a CPU tensor"
+            raise UnsupportedError(msg)
+        if self._block is not None and self._block_thread == threading.get_ident():
+            return self._collect([self.recv_in_group(tensor, src)], [tensor])
+        self._check_output("recv", tensor, "tensor")
+        check_peer("recv", src, self.size, self.name)
+        landing = layout.target(tensor)
+        after = None if landing is tensor else functools.partial(layout.unflatten, landing, [tensor])
+        completion = self._message("recv", src, timeout_s, landing, after, (tensor, landing))
+        completion.source = src
+        return Work(completion, [tensor])
+
+    def _message(
+        self, op: str, peer: int, timeout_s: float, value: torch.Tensor, after: Callable[[], None] | None, keep: object
+    ) -> StreamCompletion:
+        runtime, index, seq = self.runtime, self._index, next(self._p2p_numbers)
+        with runtime.on_device(index):
+            pair = self._pair(op, peer)
+            if len(pair.stream.pending) >= pair.stream.look_at:
+                pair.stream.look_after(self._max_pending, timeout_s)
+            caller = runtime.current_stream(index)
+            address, nbytes = value.data_ptr(), value.nbytes
+            return pair.issue(Message(op, self.name, seq, timeout_s, address, nbytes, after, keep, caller))
+
+    def _pair(self, op: str, peer: int) -> Pair | Loopback:
+        key = (self.rank, peer) if op == "send" else (peer, self.rank)
+        pair = self._pairs.get(key)
+        if pair is None:
+            with self._lock:
+                pair = self._pairs.get(key)
+                if pair is None:
+                    pair = self._pairs[key] = self._new_pair(key)
+        return pair
+
+    def _new_pair(self, key: tuple[int, int]) -> Pair | Loopback:
+        src, dst = key
+        if src == dst:
+            return Loopback(self._new_stream(self._nccl), f"rank {src} to issue the other end")
+        what = f"NCCL for messages from rank {src} to {dst} of group {self.name}"
+
+        def meet() -> Any:
+            deadline = time.monotonic() + self._timeout_s
+            meeting = Meeting(self._comm, key, self._tag + TAGS, what, deadline, lambda: self._stopping)
+            return connect(meeting, self.runtime, self._index)
+
+        def check() -> None:
+            if pair.nccl is not None:
+                self.runtime.check(pair.nccl)
+
+        pair = Pair(
+            Stream(self.runtime, self._index, check),
+            meet,
+            is_sender=src == self.rank,
+            until=f"rank {dst if src == self.rank else src} to issue its end of the first message",
+            in_thread=_mpi.thread_multiple(),
+        )
+        return pair
+
+    # life ---------------------------------------------------------------------------------------------------
+
+    def _streams(self) -> list[Stream]:
+        return [self._stream, *(pair.stream for pair in list(self._pairs.values()))]
+
+    def pending_works(self) -> list[Completion]:
+        """See `Communicator.pending_works`."""
+        found: list[Completion] = []
+        for stream in self._streams():
+            stream.retire()
+            found += [completion for completion in list(stream.pending) if not completion.poll()]
+        return sorted(found, key=lambda completion: completion.issued_at)
+
+    def capturing(self) -> bool:
+        """Say whether the current stream is being captured into a CUDA graph."""
+        return bool(self._capturing())
+
+    def captured_barrier(self) -> DoneWork:
+        """Capture a collective of one element on the current stream, which no replay passes before all have come."""
+        return self.run_now([self.all_reduce(self._token, Reduction("SUM"))])
+
+    def fence(self, timeout_s: float) -> Operation:
+        """Return what blocks the host until all that was issued so far is complete, and the current stream's work.
+
+        A barrier promises that to users of c10d.
+        """
+        works = self.pending_works()
+        with self.runtime.on_device(self._index):
+            caller = self.runtime.current_stream(self._index)
+            here = StreamCompletion("barrier", self.name, self.seq, timeout_s, self._stream, caller, None)
+            self.runtime.event_record(here.event, caller)
+        deadline = time.monotonic() + timeout_s
+
+        def run() -> None:
+            for work in (*works, here):
+                work.block(max(0.0, deadline - time.monotonic()))
+
+        return run
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Wait for pending works and destroy the communicators; see `Communicator.shutdown`.
+
+        Raises:
+            DrainTimeout: Works were still pending at the deadline; the communicators were aborted.
+        """
+        deadline = time.monotonic() + timeout_s
+        text = f"group {self.name} was destroyed; make a new group, or issue before destroying it"
+        self._unusable = self._unusable or GroupDestroyedError(text)
+        late: CollectiveTimeout | None = None
+        try:
+            for work in self.pending_works():
+                work.block(max(0.0, deadline - time.monotonic()))
+        except CollectiveTimeout as error:
+            late = error
+        self._end(self.runtime.destroy if late is None else self.runtime.abort)
+        if late is not None:
+            raise DrainTimeout(f"destroying group {self.name}: {late}") from None
+
+    def quiesce(self) -> None:
+        """See `Communicator.quiesce`."""
+        for stream in self._streams():
+            with stream.lock:
+                pass
+        if self._unusable is not None:
+            raise CommunicatorAborted(str(self._unusable)) from self._unusable
+
+    def check(self) -> None:
+        """Raise what NCCL has found wrong since."""
+        for stream in self._streams():
+            stream.check()
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """End what is running and refuse the rest; see `Communicator.abort`."""
+        if self._unusable is None:
+            self._unusable = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
+            streams = self._streams()
+            self._end(self.runtime.abort)
+            for stream in streams:
+                for completion in list(stream.pending):
+                    completion.fail(self._unusable)
+
+    def _end(self, how: Callable[[Any], None]) -> None:
+        """Destroy or abort all communicators, in a thread: NCCL may never return, and offers no deadline."""
+        self._stopping = True
+        for pair in list(self._pairs.values()):
+            pair.stop(_END_S)
+        streams = self._streams()
+        ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
+        runtime, index = self.runtime, self._index
+
+        def run() -> None:
+            runtime.settle_device(index)
+            for nccl in ended:
+                how(nccl)
+
+        thread = threading.Thread(target=run, name=f"hpc_inflight-end-{self.name}", daemon=True)
+        thread.start()
+        thread.join(_END_S)
+        self._pairs = {}
+        if thread.is_alive():
+            _log.warning(
+                "group %s: NCCL did not end its communicator within %g s; it is left behind", self.name, _END_S
+            )
+            _left_behind.append(streams)  # with the tensors that it may still be using
+            return
+        for stream in streams:
+            stream.close()

@@ -1,0 +1,474 @@
+"""A stand-in for CUDA and NCCL on a machine without a GPU: the NCCL communicator runs on it as it is.
+
+Streams are threads that run what is enqueued in order; handle 0, the current stream, is the calling thread itself.
+Events are flags that a stream sets when it gets there. NCCL's calls travel over MPI. So a wait that is missing shows
+as wrong numbers, as it does on a GPU, and what is launched where can be read from a log.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import itertools
+import pickle
+import threading
+import time
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hpc_inflight import _mpi
+from hpc_inflight.errors import NCCLError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Mapping
+
+_BASE_TAG = 1 << 20  # on the package's control communicator, above what it uses itself
+_TAGS_EACH = 1 << 12
+_PATIENCE_S = 60.0
+_TYPES = {
+    0: torch.int8,
+    1: torch.uint8,
+    2: torch.int32,
+    3: torch.uint32,
+    4: torch.int64,
+    5: torch.uint64,
+    6: torch.float16,
+    7: torch.float32,
+    8: torch.float64,
+    9: torch.bfloat16,
+}
+_SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
+
+
+class FakeStream:
+    """A thread that runs functions in order."""
+
+    def __init__(self, handle: int, late_s: float) -> None:
+        self.handle = handle
+        self.late_s = late_s
+        self._queue: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        threading.Thread(target=self._run, name=f"fake-stream-{handle}", daemon=True).start()
+
+    def put(self, function: Callable[[], object]) -> None:
+        """Run a function behind what is there."""
+        self._queue.put(function)
+
+    def _run(self) -> None:
+        while True:
+            function = self._queue.get()
+            time.sleep(self.late_s)
+            function()
+            del function
+
+
+class FakeRuntime:
+    """What `hpc_inflight._cupy.Runtime` offers, without a device; its index is -1, as that of CPU tensors.
+
+    Attributes:
+        log: What was called, in order: tuples of a name and arguments, for calls that touch a stream or a group.
+        fail: Called with each of those names and each NCCL call's; raises what that call is to raise.
+        late_s: Seconds that a stream made from here on takes before each step, so that whoever does not wait is early.
+        device: The identity that `uuid` returns.
+    """
+
+    def __init__(self, late_s: float = 0.0) -> None:
+        self.log: list[tuple[Any, ...]] = []
+        self.fail: Callable[[str], None] = lambda _name: None
+        self.late_s = late_s
+        self.device = f"GPU-{id(self):x}"
+        self.events: dict[int, list[int]] = {}
+        self.is_capturing = False
+        self.nccl_version = 22809
+        self.shared = False
+        self.destroyed: list[tuple[str, FakeCommunicator]] = []
+        self._streams: dict[int, FakeStream] = {}
+        self._handles = itertools.count(100)
+        self._marks: dict[int, threading.Event] = {}
+        self._thread = threading.local()
+
+    def note(self, name: str, *arguments: Any) -> None:
+        """Add to the log, and raise what `fail` wants."""
+        self.log.append((name, *arguments))
+        self.fail(name)
+
+    def use_stream(self, stream: FakeStream | None) -> None:
+        """Make a stream the current one of this thread; None is the thread itself."""
+        self._thread.current = 0 if stream is None else stream.handle
+
+    def current_stream(self, _index: int) -> int:
+        """Return the current stream's handle."""
+        return getattr(self._thread, "current", 0)
+
+    def current_device(self) -> int:
+        """Return the one device there is."""
+        return -1
+
+    def capturing(self) -> bool:
+        """Say whether a test pretends to capture."""
+        return self.is_capturing
+
+    def enqueue(self, stream: int, function: Callable[[], object]) -> None:
+        """Run a function on a stream."""
+        if stream == 0:
+            function()
+        else:
+            self._streams[stream].put(function)
+
+    def event_create(self) -> int:
+        """Make an event."""
+        return next(self._handles)
+
+    def event_record(self, event: int, stream: int) -> None:
+        """Have the stream set a new flag of this event."""
+        self.note("record", event, stream)
+        mark = self._marks[event] = threading.Event()
+        self.enqueue(stream, mark.set)
+
+    def stream_wait(self, stream: int, event: int) -> None:
+        """Have the stream wait for the event's flag of now."""
+        self.note("wait", stream, event)
+        mark = self._marks.get(event)
+        if mark is not None:
+            self.enqueue(stream, lambda: _until(mark.is_set))
+
+    def event_done(self, event: int) -> bool:
+        """Say whether the flag is set."""
+        mark = self._marks.get(event)
+        return mark is None or mark.is_set()
+
+    def copy(self, target: int, source: int, nbytes: int, stream: int) -> None:
+        """Copy memory on a stream."""
+        self.note("copy", stream)
+        self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def zeros(self, _index: int) -> torch.Tensor:
+        """Return a tensor of one element."""
+        return torch.zeros(1)
+
+    def new_stream(self, _index: int) -> FakeStream:
+        """Make a stream."""
+        stream = FakeStream(next(self._handles), self.late_s)
+        self._streams[stream.handle] = stream
+        return stream
+
+    def raw_stream(self, stream: FakeStream) -> int:
+        """Return a stream's handle."""
+        return stream.handle
+
+    def run_on(self, stream: FakeStream, function: Callable[[], None]) -> None:
+        """Run a function on a stream."""
+        self.log.append(("run_on", stream.handle))
+        stream.put(function)
+
+    def on_device(self, _index: int) -> contextlib.AbstractContextManager[None]:
+        """Do nothing: there is one device."""
+        return contextlib.nullcontext()
+
+    def future(self, _index: int) -> torch.futures.Future[Any]:
+        """Return a future."""
+        return torch.futures.Future()
+
+    def settle_device(self, _index: int) -> None:
+        """Do nothing: there is one device."""
+
+    def uuid(self, _index: int) -> str:
+        """Return the device's identity."""
+        return self.device
+
+    def shares_devices(self) -> bool:
+        """Say what a test wants."""
+        return self.shared
+
+    # NCCL ---------------------------------------------------------------------------------------------------
+
+    def unique_id(self) -> bytes:
+        """Return who makes the communicator, and its number."""
+        self.fail("unique_id")
+        return pickle.dumps(_next_id())
+
+    def communicator(self, size: int, unique_id: bytes, rank: int) -> FakeCommunicator:
+        """Block until all ranks are there."""
+        self.fail("communicator")
+        return FakeCommunicator(self, size, pickle.loads(unique_id), rank)  # noqa: S301  # our own
+
+    def destroy(self, communicator: FakeCommunicator) -> None:
+        """Note it."""
+        self.fail("destroy")
+        self.destroyed.append(("destroy", communicator))
+
+    def abort(self, communicator: FakeCommunicator) -> None:
+        """Note it."""
+        self.fail("abort")
+        self.destroyed.append(("abort", communicator))
+
+    def check(self, _communicator: FakeCommunicator) -> None:
+        """Raise what a test wants."""
+        self.fail("check")
+
+    def group_start(self) -> None:
+        """Collect this thread's NCCL calls."""
+        depth = getattr(self._thread, "depth", 0)
+        self._thread.depth = depth + 1
+        if depth == 0:
+            self._thread.calls = []
+        self.note("group_start")
+
+    def group_end(self) -> None:
+        """Run them together."""
+        self._thread.depth -= 1
+        self.log.append(("group_end",))
+        if self._thread.depth == 0:
+            calls, self._thread.calls = self._thread.calls, []
+            for stream in {stream for stream, _ in calls}:
+                mine = [call for where, call in calls if where == stream]
+                self.enqueue(stream, lambda mine=mine: _together(mine))  # type: ignore[misc]  # the default binds it
+        self.fail("group_end")
+
+    def open_groups(self) -> int:
+        """Return how many groups of this thread are open."""
+        return getattr(self._thread, "depth", 0)
+
+    def call(self, stream: int, steps: Iterator[bool]) -> None:
+        """Run an NCCL call, a generator that yields whether it is over, on a stream or as part of the group."""
+        if getattr(self._thread, "depth", 0):
+            self._thread.calls.append((stream, steps))
+        else:
+            self.enqueue(stream, lambda: _together([steps]))
+
+
+_ids = itertools.count()
+
+
+def _next_id() -> tuple[int, int]:
+    if not _mpi.started():
+        return 0, next(_ids)
+    world = _mpi.control_comm()
+    return world.rank, next(_ids) * world.size + world.rank
+
+
+def _until(done: Callable[[], bool]) -> None:
+    if not _mpi.poll(done, _PATIENCE_S):
+        raise NCCLError(f"fake NCCL: nothing came within {_PATIENCE_S:g} s")
+
+
+def _together(calls: Iterable[Iterator[bool]]) -> None:
+    live = list(calls)
+
+    def step() -> bool:
+        live[:] = [call for call in live if not next(call)]
+        return not live
+
+    _until(step)
+
+
+def _memory(address: int, count: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.frombuffer((ctypes.c_char * (count * dtype.itemsize)).from_address(address), dtype=dtype)
+
+
+class FakeCommunicator:
+    """What CuPy's NcclCommunicator offers, over MPI messages."""
+
+    def __init__(self, runtime: FakeRuntime, size: int, identity: tuple[int, int], rank: int) -> None:
+        self._runtime = runtime
+        self.rank = rank
+        self.size = size
+        creator, number = identity
+        self._tag = _BASE_TAG + number * _TAGS_EACH
+        self._seq = itertools.count()
+        self._messages: dict[tuple[int, int], itertools.count[int]] = {}
+        self._world = [0]
+        if size > 1:
+            self._comm = _mpi.control_comm()
+            self._world = self._meet(creator)
+
+    def _meet(self, creator: int) -> list[int]:
+        comm = self._comm
+        if self.rank:
+            comm.send((self.rank, comm.rank), creator, self._tag)
+            found: list[int] = self._receive(creator, self._tag)
+            return found
+        members = {0: comm.rank}
+        while len(members) < self.size:
+            rank, world_rank = self._receive(_mpi.mpi().ANY_SOURCE, self._tag)
+            members[rank] = world_rank
+        ranks = [members[rank] for rank in range(self.size)]
+        for other in ranks[1:]:
+            comm.send(ranks, other, self._tag)
+        return ranks
+
+    def _receive(self, source: int, tag: int) -> Any:
+        got: list[Any] = []
+
+        def probe() -> bool:
+            message = self._comm.improbe(source, tag)
+            if message is not None:
+                got.append(message.recv())
+            return bool(got)
+
+        _until(probe)
+        return got[0]
+
+    def _exchange(
+        self, sends: Mapping[int, tuple[int, int, int]], receives: Mapping[int, int], into: dict[int, bytes]
+    ) -> Iterator[bool]:
+        """Yield until every rank's part of ``sends`` is sent and one of each of ``receives`` is there.
+
+        Args:
+            sends: By rank, address, bytes and tag.
+            receives: By rank, the tag.
+            into: Takes what came, by rank.
+        """
+        requests = [
+            self._comm.isend(bytes(_memory(address, nbytes, torch.uint8).numpy()), self._world[to], tag)
+            for to, (address, nbytes, tag) in sends.items()
+        ]
+        waiting = dict(receives)
+        while waiting or requests:
+            for rank, tag in list(waiting.items()):
+                message = self._comm.improbe(self._world[rank], tag)
+                if message is not None:
+                    into[rank] = message.recv()
+                    del waiting[rank]
+            requests = [request for request in requests if not request.Test()]
+            yield False
+
+    def _collective(
+        self,
+        name: str,
+        stream: int,
+        senders: Iterable[int],
+        receivers: Iterable[int],
+        address: int,
+        nbytes: int,
+        finish: Callable[[dict[int, bytes]], None],
+    ) -> None:
+        self._runtime.note(name, stream)
+        tag = self._tag + 1 + next(self._seq) % (_TAGS_EACH // 4)
+
+        def steps() -> Iterator[bool]:
+            mine = self.rank in senders
+            into = {self.rank: bytes(_memory(address, nbytes, torch.uint8).numpy())} if mine else {}
+            to = {r: (address, nbytes, tag) for r in receivers if mine and r != self.rank}
+            there = {r: tag for r in senders if r != self.rank and self.rank in receivers}
+            if self.size > 1:
+                yield from self._exchange(to, there, into)
+            if self.rank in receivers:
+                finish(into)
+            yield True
+
+        self._runtime.call(stream, steps())
+
+    def _reduced(self, parts: dict[int, bytes], dtype: torch.dtype, op: int) -> torch.Tensor:
+        values = [torch.frombuffer(bytearray(parts[rank]), dtype=dtype) for rank in range(self.size)]
+        result = values[0]
+        wide = dtype in {torch.uint32, torch.uint64}  # torch computes little in these
+        if wide:
+            return self._reduced_wide(values, op)
+        for value in values[1:]:
+            if op in {_SUM, _AVG}:
+                result = result + value
+            else:
+                result = {_PRODUCT: torch.mul, _MAX: torch.maximum, _MIN: torch.minimum}[op](result, value)
+        return result / self.size if op == _AVG else result
+
+    @staticmethod
+    def _reduced_wide(values: list[torch.Tensor], op: int) -> torch.Tensor:
+        import numpy as np
+
+        function = {_SUM: np.add, _PRODUCT: np.multiply, _MAX: np.maximum, _MIN: np.minimum}[op]
+        result = values[0].numpy()
+        for value in values[1:]:
+            result = function(result, value.numpy())
+        return torch.from_numpy(result)
+
+    def allReduce(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:  # noqa: N802
+        """Reduce on every rank."""
+        dtype, everyone = _TYPES[kind], range(self.size)
+
+        def finish(parts: dict[int, bytes]) -> None:
+            _memory(target, count, dtype).copy_(self._reduced(parts, dtype, op))
+
+        self._collective("all_reduce", stream, everyone, everyone, source, count * dtype.itemsize, finish)
+
+    def reduce(self, source: int, target: int, count: int, kind: int, op: int, root: int, stream: int) -> None:
+        """Reduce on the root."""
+        dtype = _TYPES[kind]
+
+        def finish(parts: dict[int, bytes]) -> None:
+            _memory(target, count, dtype).copy_(self._reduced(parts, dtype, op))
+
+        self._collective("reduce", stream, range(self.size), [root], source, count * dtype.itemsize, finish)
+
+    def reduceScatter(self, source: int, target: int, count: int, kind: int, op: int, stream: int) -> None:  # noqa: N802
+        """Reduce; each rank keeps its part."""
+        dtype, everyone = _TYPES[kind], range(self.size)
+
+        def finish(parts: dict[int, bytes]) -> None:
+            whole = self._reduced(parts, dtype, op)
+            _memory(target, count, dtype).copy_(whole[self.rank * count : (self.rank + 1) * count])
+
+        nbytes = count * dtype.itemsize * self.size
+        self._collective("reduce_scatter", stream, everyone, everyone, source, nbytes, finish)
+
+    def allGather(self, source: int, target: int, count: int, kind: int, stream: int) -> None:  # noqa: N802
+        """Gather on every rank."""
+        nbytes, everyone = count * _TYPES[kind].itemsize, range(self.size)
+
+        def finish(parts: dict[int, bytes]) -> None:
+            for rank, part in parts.items():
+                ctypes.memmove(target + rank * nbytes, part, nbytes)
+
+        self._collective("all_gather", stream, everyone, everyone, source, nbytes, finish)
+
+    def broadcast(self, source: int, target: int, count: int, kind: int, root: int, stream: int) -> None:
+        """Copy the root's memory."""
+        nbytes = count * _TYPES[kind].itemsize
+
+        def finish(parts: dict[int, bytes]) -> None:
+            ctypes.memmove(target, parts[root], nbytes)
+
+        self._collective("broadcast", stream, [root], range(self.size), source, nbytes, finish)
+
+    def _message_tag(self, src: int, dst: int) -> int:
+        number = next(self._messages.setdefault((src, dst), itertools.count()))
+        return self._tag + _TAGS_EACH // 2 + number % (_TAGS_EACH // 2)
+
+    def send(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
+        """Send to a rank."""
+        self._runtime.note("send", peer, stream)
+        nbytes, tag = count * _TYPES[kind].itemsize, self._message_tag(self.rank, peer)
+
+        def steps() -> Iterator[bool]:
+            yield from self._exchange({peer: (address, nbytes, tag)}, {}, {})
+            yield True
+
+        self._runtime.call(stream, steps() if peer != self.rank else self._to_self(address, nbytes, None, tag))
+
+    def recv(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
+        """Receive from a rank."""
+        self._runtime.note("recv", peer, stream)
+        nbytes, tag = count * _TYPES[kind].itemsize, self._message_tag(peer, self.rank)
+        if peer == self.rank:
+            # the send to itself has counted this pair's numbers, too
+            self._runtime.call(stream, self._to_self(None, nbytes, address, tag))
+            return
+
+        def steps() -> Iterator[bool]:
+            into: dict[int, bytes] = {}
+            yield from self._exchange({}, {peer: tag}, into)
+            ctypes.memmove(address, into[peer], nbytes)
+            yield True
+
+        self._runtime.call(stream, steps())
+
+    def _to_self(self, source: int | None, nbytes: int, target: int | None, _tag: int) -> Iterator[bool]:
+        box: list[bytes] = self.__dict__.setdefault("_own", [])
+        if source is not None:
+            box.append(bytes(_memory(source, nbytes, torch.uint8).numpy()))
+        else:
+            while not box:
+                yield False
+            ctypes.memmove(target or 0, box.pop(0), nbytes)
+        yield True
