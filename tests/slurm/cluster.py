@@ -64,7 +64,7 @@ KillWait=5
 PropagateResourceLimits=NONE
 NodeName=n1 NodeAddr=127.0.0.11 Port={ports[1]} CPUs={cpus} RealMemory=4000 Gres=gpu:fake:{gpus}
 NodeName=n2 NodeAddr=127.0.0.12 Port={ports[2]} CPUs={cpus} RealMemory=4000 Gres=gpu:fake:{gpus}
-PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE DefaultTime=10 State=UP
+PartitionName=debug Nodes=n[1-2] Default=YES MaxTime=INFINITE DefaultTime=600 State=UP
 """
 
 # In the node's namespaces. The daemon ends with the process that started the cluster, also when that is killed.
