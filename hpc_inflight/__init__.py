@@ -3,6 +3,7 @@
 Layers, which import only downwards (``lint-imports`` checks):
 
     cli, examples, testing        what runs on top
+    pooled_embeddings             the exchange of sharded embeddings, overlapped forward and backward
     functional | capture          waiting by tensor; draining before a capture
     backend, process_group        c10d's calls -> a communicator
     bootstrap, store              the world; the key-value store in MPI
@@ -42,6 +43,7 @@ from hpc_inflight.errors import (
 )
 from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
 from hpc_inflight.group_set import groups, wait_for_all_pending_works
+from hpc_inflight.pooled_embeddings import PooledEmbeddingsAllToAll, PooledEmbeddingsAwaitable
 from hpc_inflight.work_registry import InflightWork, inflight, register_work
 
 __version__ = "0.1.0"
@@ -63,6 +65,8 @@ __all__ = [
     "NCCLError",
     "NCCLUnavailableError",
     "NotInitializedError",
+    "PooledEmbeddingsAllToAll",
+    "PooledEmbeddingsAwaitable",
     "StoreError",
     "StoreTimeout",
     "UnsupportedError",

@@ -246,7 +246,7 @@ def test_a_failed_work_of_another_package_takes_none_of_ours_with_it(device: tor
 
     tensor = torch.zeros(3, device=device)
     foreign = Failing()
-    compat._register_work(tensor, foreign)
+    compat.register_in_torch(tensor, foreign)
     completion, _ = issue(tensor, "ours", 0.05)
     with pytest.raises(RuntimeError, match="foreign"):
         stock_wait(tensor)
@@ -270,7 +270,7 @@ def test_a_slow_work_of_another_package_holds_up_nobody_else(device: torch.devic
 
     tensor = torch.zeros(3, device=device)
     slow = Slow()
-    compat._register_work(tensor, slow)
+    compat.register_in_torch(tensor, slow)
     completion, work = issue(tensor)
     completion.finish()
     thread = start(work.wait)
@@ -405,6 +405,44 @@ def test_a_work_whose_future_was_dropped_goes(device: torch.device) -> None:
     assert in_flight() == []
     assert registry_size() == 0
     assert work_registry.counts().unwaited - before == 50
+
+
+def test_the_sweep_reaches_forgotten_works_while_others_come_and_go(device: torch.device) -> None:
+    forgotten = [torch.zeros(4, device=device) for _ in range(50)]
+    for tensor in forgotten:
+        issue(tensor, "forgotten")[0].finish()
+    del tensor
+    assert len(in_flight()) == 50
+    forgotten.clear()
+    for _ in range(100):
+        completion, work = issue(torch.zeros(4, device=device))
+        completion.finish()
+        work.wait()
+    assert in_flight() == []
+    assert registry_size() == 0
+
+
+@waits
+@pytest.mark.parametrize("late", [False, True])
+def test_one_wait_ends_a_work_with_many_outputs(wait: Callable[..., Any], late: bool, device: torch.device) -> None:
+    outputs = [torch.zeros(2, device=device) for _ in range(5)]
+    outputs.append(outputs[0][1:])
+    completion, work = issue(outputs[0])
+    for output in outputs[1:]:
+        hi.register_work(output, work)
+    assert registry_size() == 6
+    timer = threading.Timer(0.1 if late else 0, completion.finish)
+    timer.start()
+    if not late:
+        timer.join()
+    before = work_registry.counts().waited_by_tensor
+    wait(outputs[-1])
+    assert completion.completed
+    assert in_flight() == []
+    assert registry_size() == 0
+    assert work_registry.counts().waited_by_tensor - before == 1
+    assert len(work_registry._registry._storages) == 0
+    timer.join()
 
 
 def test_forgotten_works_go_at_the_end_of_a_context(device: torch.device) -> None:
