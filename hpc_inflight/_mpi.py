@@ -7,15 +7,19 @@ environment was compared with the library found, because afterwards a mismatch s
 from __future__ import annotations
 
 import itertools
+import logging
 import os
 import pickle
+import shutil
+import sys
 import threading
 import time
 import zlib
 from array import array
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_inflight import topology
+from hpc_inflight import launchers
 from hpc_inflight.errors import (
     CollectiveTimeout,
     GroupDestroyedError,
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _module: ModuleType | None = None
 _control: MPI.Intracomm | None = None
@@ -93,27 +98,54 @@ def _import_mpi4py() -> Any:
 
 
 def _initialize(module: Any) -> None:
-    launcher = topology.launcher_from_env(os.environ)
-    vendor = module.get_vendor()[0]
-    library = library_line(module)
+    launcher = launchers.launcher_from_env(os.environ)
+    found = library(module)
     already = module.Is_initialized()
-    problem = None if already else topology.launch_problem(launcher, None, vendor, library)
+    problem = None if already else launchers.launch_problem(launcher, None, found)
     if problem is not None:
         raise LaunchError(problem)
     if module.Is_finalized():
         msg = "MPI was finalized already and cannot be started twice in a process; call MPI_Finalize last"
         raise MPIUnavailableError(msg)
+    # before MPI starts: with a launcher that does not serve it, one of the libraries ends the process there
+    for hint in [launchers.mixed_libraries(mapped_files()), *launchers.launch_hints(os.environ, found)]:
+        if hint is not None:
+            _log.warning("hpc_inflight: %s", hint)
     if not already:
         module.Init_thread(module.THREAD_MULTIPLE)
-    problem = topology.launch_problem(launcher, module.COMM_WORLD.size, vendor, library)
+    problem = launchers.launch_problem(launcher, module.COMM_WORLD.size, found)
     if problem is not None:
         raise LaunchError(problem)
+
+
+def library(module: Any) -> launchers.Library:
+    """Say which MPI library mpi4py loaded, and where its launcher is.
+
+    **Local:** MPI need not be initialised.
+    """
+    vendor, version = module.get_vendor()
+    files = mapped_files()
+    names = {"Open MPI": ("mpirun", "mpiexec"), "MPICH": ("mpiexec.hydra", "mpiexec")}.get(vendor, ())
+    beside = [str(Path(f).parent.parent / "bin") for f in files if Path(f).name.startswith(launchers.MPI_FILES)]
+    path = os.pathsep.join([*beside, str(Path(sys.executable).parent), *os.get_exec_path()])
+    launcher = next((found for name in names if (found := shutil.which(name, path=path))), "")
+    has_pmix = any(Path(f).name.startswith("libpmix.so") for f in files)
+    return launchers.Library(vendor, tuple(version), library_line(module), launcher, has_pmix)
+
+
+def mapped_files() -> list[str]:
+    """Return the resolved paths of the shared libraries that this process has loaded.
+
+    **Local:** reads /proc.
+    """
+    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
+    return sorted({fields[5] for line in lines if len(fields := line.split(None, 5)) > 5 and ".so" in fields[5]})  # noqa: PLR2004  # the sixth is the path
 
 
 def library_line(module: Any) -> str:
     """Return the first line of the MPI library's version text."""
     first: str = module.Get_library_version().replace("\x00", "").splitlines()[0]
-    return first.split(",", maxsplit=1)[0].strip()
+    return " ".join(first.split(",", maxsplit=1)[0].split())
 
 
 def started() -> bool:

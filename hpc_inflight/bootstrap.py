@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import os
 import socket
 import threading
@@ -14,13 +15,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from hpc_inflight import _dump_signal, _mpi, failure, group_set, store, topology, work_registry
+from hpc_inflight import _dump_signal, _mpi, failure, group_set, launchers, store, topology, work_registry
 from hpc_inflight.config import config
-from hpc_inflight.errors import AlreadyInitializedError, InflightError, InvalidArgumentError, NotInitializedError
+from hpc_inflight.errors import (
+    AlreadyInitializedError,
+    InflightError,
+    InvalidArgumentError,
+    LaunchError,
+    NotInitializedError,
+)
 from hpc_inflight.watchdog import watchdog
 
 _FAREWELL_S = 1.0  # ranks that end together do so within this; one that ends alone tells the others
 
+_log = logging.getLogger(__name__)
 _lock = threading.Lock()
 _world: World | None = None
 _exit_hook_installed = False
@@ -79,7 +87,8 @@ def init(
         AlreadyInitializedError: A default group exists.
         InvalidArgumentError: ``timeout_s`` is not positive, ``device`` is neither None nor ``"cpu"``, or
             ``on_unwaited`` or the environment holds what it cannot.
-        LaunchError: The launcher and MPI disagree, or a rank has no GPU while others have.
+        LaunchError: The launcher and MPI disagree, the ranks loaded different MPI libraries, or a rank has no GPU while
+            others have.
         MPIUnavailableError: No MPI library.
         NCCLUnavailableError: With ``eager``: a rank has no CuPy or NCCL, or two ranks have the same GPU.
         NCCLError: With ``eager``: NCCL failed on a rank.
@@ -126,25 +135,43 @@ def _survey(timeout_s: float, device: str | None) -> World:
     local_rank, local_size = shared.rank, shared.size
     leader = shared.bcast(comm.rank)
     shared.Free()
-    nodes = topology.node_ranks(comm.allgather(leader))
-    hostname = socket.gethostname()
-    index = None if device == "cpu" else topology.device_index(torch.cuda.device_count(), local_rank, hostname)
+    place = topology.Place(
+        leader=leader,
+        local_rank=local_rank,
+        hostname=socket.gethostname(),
+        visible=0 if device == "cpu" else torch.cuda.device_count(),
+        mask=os.environ.get("CUDA_VISIBLE_DEVICES"),
+        library=_mpi.library_line(mpi),
+    )
+    places = _mpi.allgather(place, timeout_s, "init")
+    differs = launchers.library_differs([each.library for each in places])
+    if differs is not None:
+        raise LaunchError(f"init: {differs}")
+    topology.check_devices(places)
+    index = topology.device_index(place.visible, local_rank)
     levels = {
         mpi.THREAD_SINGLE: "single",
         mpi.THREAD_FUNNELED: "funneled",
         mpi.THREAD_SERIALIZED: "serialized",
         mpi.THREAD_MULTIPLE: "multiple",
     }
+    level = levels[mpi.Query_thread()]
+    if level != "multiple" and comm.rank == 0:
+        _log.warning(
+            "hpc_inflight: MPI grants MPI_THREAD_%s, so every collective runs in its caller and nothing overlaps; "
+            "let init() start MPI, or ask for MPI_THREAD_MULTIPLE (mpi4py.rc.thread_level) where it is started",
+            level.upper(),
+        )
     vendor, version = mpi.get_vendor()
     return World(
         rank=comm.rank,
         world_size=comm.size,
         local_rank=local_rank,
         local_world_size=local_size,
-        node_rank=nodes[leader],
-        hostname=hostname,
+        node_rank=topology.node_ranks([each.leader for each in places])[leader],
+        hostname=place.hostname,
         device=torch.device("cpu") if index is None else torch.device("cuda", index),
-        thread_level=levels[mpi.Query_thread()],
+        thread_level=level,
         mpi_vendor=vendor,
         mpi_version=tuple(version),
     )

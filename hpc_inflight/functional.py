@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -64,33 +64,19 @@ class allow_inflight_collective_as_graph_input(contextlib.ContextDecorator):  # 
             work_registry.left_context()
 
 
-class _Wait(torch.autograd.Function):
-    """The operator with an identity gradient, for the torch versions whose own has none."""
-
-    @staticmethod
-    def forward(_ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        waited: torch.Tensor = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
-        return waited
-
-    @staticmethod
-    def backward(_ctx: Any, *gradients: torch.Tensor) -> torch.Tensor:
-        return gradients[0]
-
-
-def _operator(tensor: torch.Tensor) -> torch.Tensor:
-    waited: torch.Tensor
-    if compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad:
-        waited = torch.ops._c10d_functional.wait_tensor(tensor)  # noqa: SLF001  # dynamo traces this name
-    else:
-        waited = _Wait.apply(tensor)  # type: ignore[no-untyped-call]  # torch's own signature
-    return waited
+def _wait_and_return(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for the tensor outside of its graph, so that no gradient formula of the operator is needed."""
+    torch.ops._c10d_functional.wait_tensor(tensor.detach())  # noqa: SLF001  # dynamo traces this name
+    return tensor
 
 
 def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """Wait for every registered work on the storage of ``tensor`` and return ``tensor``.
 
-    **Local:** eager or inside ``torch.compile(fullgraph=True)``, where it becomes one node of the graph. Finding
-    nothing registered is not an error: it returns at once.
+    **Local:** eager or inside ``torch.compile(fullgraph=True)``, where it stays in the graph even if
+    nothing reads the result; only the plain partitioner of ``torch._functorch`` (``default_partition``, which neither
+    ``aot_eager`` nor ``inductor`` uses) drops it from a graph with a backward. Finding nothing registered is not an
+    error: it returns at once.
 
     On CPU the host blocks until the data has arrived. Gradients pass through unchanged.
 
@@ -101,17 +87,20 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
         tensor: The output of the collective, or any tensor that shares its storage.
 
     Returns:
-        The same data; use the returned tensor, so that the compiler keeps the order.
+        The tensor.
 
     Raises:
         CollectiveTimeout: The group's timeout passed first; the next wait waits on.
         InflightError: The collective failed.
     """
     if torch.compiler.is_compiling():
-        return _operator(tensor)
+        # To the compiler the operator's result is new memory, which it may write to, while a write by the program would
+        # not reach the tensor; and a wait for what a backward saved could move to the forward. The operator counts
+        # as a side effect, so it stays although nothing reads its result.
+        return _wait_and_return(tensor)
     # without the look-up of the name that dynamo needs, which takes as long as the operator itself
     plain = compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad
-    operator: Callable[[torch.Tensor], torch.Tensor] = compat.wait_tensor_op if plain else _operator
+    operator: Callable[[torch.Tensor], torch.Tensor] = compat.wait_tensor_op if plain else _wait_and_return
     # Our own registry first. The operator forgets the works before it waits for them, so a second thread that waits
     # for the same tensor would find nothing and go on.
     return work_registry.wait_by_tensor(tensor, operator)

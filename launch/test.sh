@@ -7,10 +7,12 @@ usage() {
 usage: launch/test.sh [--quick]
 
 Sets up the environment (launch/setup.sh -h), then: lint, types, layers; unit tests; tests on 1 to 4 ranks; tests on
-2 ranks with the other MPI; whole jobs. The exit code is 0 when all of it passed.
+2 ranks with the other MPI; whole jobs; jobs on a Slurm cluster of two nodes, both on this machine. As root on Debian
+that installs slurm-wlm, munge and libpmix2. The exit code is 0 when all of it passed.
 
   --quick   only lint, types, layers, unit tests and 2 ranks
   MPI       openmpi (default) or mpich: the MPI that runs everything
+  HPC_INFLIGHT_REQUIRE_SLURM   1: fail where no Slurm cluster can run; else its tests are skipped there with the reason
 TEXT
 }
 
@@ -76,6 +78,13 @@ other_mpi_tests() {
     MPI4PY_LIBMPI=$prefix/lib/$2 mpi_tests 2 "not slow"
 }
 
+slurm_tests() {
+    if ((EUID == 0)); then
+        within TERM 1800 python tests/slurm/cluster.py --install true || [[ -z ${HPC_INFLIGHT_REQUIRE_SLURM:-} ]]
+    fi
+    within INT 7200 python -m pytest tests/slurm
+}
+
 # shellcheck source=launch/setup.sh
 source launch/setup.sh examples,test,dev,bench
 
@@ -83,7 +92,7 @@ step "ruff check" within TERM 1800 ruff check .
 step "ruff format" within TERM 1800 ruff format --check .
 step "mypy" within TERM 1800 mypy
 step "import-linter" within TERM 1800 lint-imports --no-logo
-step "shellcheck" within TERM 1800 shellcheck --external-sources launch/*.sh .ci/run
+step "shellcheck" within TERM 1800 shellcheck --external-sources launch/*.sh slurm/*.sbatch .ci/run
 step "unit tests" within INT 3600 python -m pytest tests/unit
 if [[ -n $quick ]]; then
     step "tests/mpi, ranks: 2" mpi_tests 2 "not slow"
@@ -100,3 +109,4 @@ case ${MPI:-openmpi} in
     mpich) step "tests/mpi, ranks: 2, Open MPI" other_mpi_tests openmpi libmpi.so.40 ;;
 esac
 step "whole jobs" within INT 10800 python -m pytest tests/subprocess
+step "Slurm" slurm_tests

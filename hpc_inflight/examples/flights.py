@@ -8,7 +8,8 @@ Run it alone (a world of one) or under a launcher::
 The model (``flights_model``) is a small DLRM with its embedding tables split over the ranks. In every step eager code
 issues the all_to_all of the rows, the bottom MLP runs meanwhile, and a ``torch.compile(fullgraph=True)`` region waits
 for the rows: the overlap that ``allow_inflight_collective_as_graph_input`` is for. The same batch size and seed give
-the same losses for any number of ranks, up to rounding.
+the same losses for any number of ranks, up to rounding. With ``--checkpoint DIR`` it stops at SIGUSR1 with a checkpoint
+there, and goes on from it when started again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import time
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+from itertools import islice
 from pathlib import Path  # noqa: TC003  # typer reads the annotations at run time
 from statistics import median
 from typing import TYPE_CHECKING, Annotated
@@ -33,6 +35,7 @@ from rich.table import Table
 
 import hpc_inflight as hi
 from hpc_inflight import work_registry
+from hpc_inflight.examples.flights_checkpoint import CheckpointError, Checkpoints, StopSignal
 from hpc_inflight.examples.flights_data import Examples, FlightsData, FlightsDataError, load_flights
 from hpc_inflight.examples.flights_model import ShardedDLRM, TableSharding
 
@@ -66,15 +69,23 @@ class Options:
     seed: int
     backend: Backend
     evaluate: bool
+    checkpoint: Path | None = None
+    checkpoint_every: int | None = None
 
 
-@dataclass(frozen=True)
+@dataclass
 class Training:
-    """What the training loop measured, one entry a step; the losses are global, the times this rank's."""
+    """What the training loop measured, one entry a step; the losses are global, the times this rank's.
+
+    Attributes:
+        losses: Those of the steps before a resumed checkpoint, too.
+        stopped: The checkpoint with which a signal ended the training before its end.
+    """
 
     losses: list[float] = field(default_factory=list)
     step_s: list[float] = field(default_factory=list)
     wait_s: list[float] = field(default_factory=list)
+    stopped: Path | None = None
 
 
 @dataclass(frozen=True)
@@ -119,9 +130,17 @@ def train(model: ShardedDLRM, data: Examples, options: Options, console: Console
     total = options.epochs * (len(data) // options.batch)
     total = total if options.steps is None else min(total, options.steps)
     schedules = [torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.05, total_iters=total) for o in optimizers]
+    checkpoints = stop = None
     done = Training()
+    if options.checkpoint is not None:
+        shared = {name: getattr(options, name) for name in ("epochs", "batch", "steps", "lr", "dim", "seed")}
+        checkpoints = Checkpoints(options.checkpoint, shared, model, optimizers, schedules)
+        stop = StopSignal()
+        done.losses += checkpoints.load()
+        if done.losses:
+            console.print(f"resumed after step {len(done.losses)}")
     with _progress(console, total) as show:
-        for _, batch in zip(range(total), _batches(len(data), options), strict=False):
+        for batch in islice(_batches(len(data), options), len(done.losses), total):
             started, waited_s = time.perf_counter(), work_registry.counts().wait_s
             own = batch[model.sharding.own_slice]
             loss = model.forward_backward(data.dense[own], data.sparse[batch], data.late[own])
@@ -133,6 +152,14 @@ def train(model: ShardedDLRM, data: Examples, options: Options, console: Console
             done.step_s.append(time.perf_counter() - started)
             done.wait_s.append(work_registry.counts().wait_s - waited_s)
             show(done)
+            steps = len(done.losses)
+            if checkpoints is None or stop is None or steps == total:
+                continue
+            if stop.on_any_rank():
+                done.stopped = checkpoints.save(done.losses)
+                break
+            if options.checkpoint_every is not None and steps % options.checkpoint_every == 0:
+                checkpoints.save(done.losses)
     return done
 
 
@@ -230,10 +257,10 @@ def run(data: FlightsData, options: Options, world: hi.World, console: Console) 
     model = ShardedDLRM(features, data.table_rows, sharding, backend=options.backend.value, seed=options.seed)
     training = train(model, data.train, options, console)
     found = work_registry.counts().waited_by_tensor - before.waited_by_tensor
-    logits = predict(model, data.test, options.batch) if options.evaluate else None
+    logits = predict(model, data.test, options.batch) if options.evaluate and training.stopped is None else None
     work_registry.sweep()  # Otherwise unwaited works are counted only as others are issued.
     unwaited = work_registry.counts().unwaited - before.unwaited
-    tally = torch.tensor([len(training.losses), found, unwaited, len(hi.inflight())])
+    tally = torch.tensor([len(training.step_s), found, unwaited, len(hi.inflight())])
     dist.all_reduce(tally)
     waits, waits_found, works_unwaited, works_inflight = (int(number) for number in tally)
     report = Report(
@@ -249,8 +276,8 @@ def run(data: FlightsData, options: Options, world: hi.World, console: Console) 
         compiled_waits_found=waits_found,
         works_unwaited=works_unwaited,
         works_inflight=works_inflight,
-        step_ms_median=1e3 * median(training.step_s),
-        wait_ms_median=1e3 * median(training.wait_s),
+        step_ms_median=1e3 * median(training.step_s or [0.0]),  # a finished training that is resumed has none
+        wait_ms_median=1e3 * median(training.wait_s or [0.0]),
         quality=measure(logits, data) if logits is not None else None,
         total_s=time.perf_counter() - started,
     )
@@ -286,6 +313,10 @@ def main(
     validate: Annotated[
         bool, typer.Option(help="Hold out September instead of October to December: to choose options.")
     ] = False,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Stop at SIGUSR1 with a checkpoint in this folder, and resume from one there.")
+    ] = None,
+    checkpoint_every: Annotated[int | None, typer.Option(min=1, help="Write one every so many steps, too.")] = None,
     losses_json: Annotated[Path | None, typer.Option(help="Write the global loss of every step here.")] = None,
     report_json: Annotated[Path | None, typer.Option(help="Write the final numbers here.")] = None,
 ) -> None:
@@ -293,7 +324,7 @@ def main(
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # The ranks share the node's cores, and the matrices are small.
     world = hi.init(timeout_s=600, device=device)
-    options = Options(epochs, batch, steps, lr, dim, seed, backend, evaluate)
+    options = Options(epochs, batch, steps, lr, dim, seed, backend, evaluate, checkpoint, checkpoint_every)
     if batch % world.world_size:
         raise _stop(
             f"--batch: a multiple of the {world.world_size} ranks is expected, found {batch}; "
@@ -309,8 +340,13 @@ def main(
     # Open MPI gives a rank a pseudo-terminal for its output even where mpirun writes to a file, but not for errors.
     is_terminal = sys.stdout.isatty() and sys.stderr.isatty()
     console = Console(quiet=world.rank != 0, force_terminal=is_terminal)
-    report, training = run(data, options, world, console)
-    if world.rank == 0:
+    try:
+        report, training = run(data, options, world, console)
+    except CheckpointError as error:
+        raise _stop(str(error), world) from error
+    if training.stopped is not None:
+        console.print(f"stopped by SIGUSR1 after step {len(training.losses)}; start again to go on")
+    elif world.rank == 0:
         show_report(report, console)
         if losses_json is not None:
             losses_json.write_text(json.dumps(training.losses), encoding="utf-8")

@@ -9,7 +9,7 @@ are averaged, while the tables' are computed.
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -63,9 +63,15 @@ class ShardedEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.cat([torch.empty(0, sharding.dim), *tables]))
         first_rows = [sum(table_rows[sharding.own.start : t]) for t in sharding.own]
         self.register_buffer("first_rows", torch.tensor(first_rows, dtype=torch.int64))
+        self._rows = [table_rows[t] for t in sharding.own]
         # The tables of a rank travel as one feature, which needs no copy.
         columns = [count * sharding.dim for count in sharding.counts]
         self._all_to_all = hi.PooledEmbeddingsAllToAll(columns, range(sharding.world_size))
+
+    def row_slices(self) -> dict[int, slice]:
+        """Return where in the parameter each own table lies, by the table's number."""
+        ends = list(accumulate(self._rows))
+        return {t: slice(end - rows, end) for t, rows, end in zip(self.sharding.own, self._rows, ends, strict=True)}
 
     def lookup(self, sparse: torch.Tensor) -> torch.Tensor:
         """Return the rows of the global batch in this rank's tables, shape (global batch, own tables, dim).

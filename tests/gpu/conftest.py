@@ -50,7 +50,7 @@ def size(world: hi.World) -> int:
 @pytest.fixture(scope="session")
 def gpu(world: hi.World) -> torch.device:
     """This rank's device, which is the current one from here on, whether or not the world is on the CPU."""
-    index = topology.device_index(torch.cuda.device_count(), world.local_rank, world.hostname)
+    index = topology.device_index(torch.cuda.device_count(), world.local_rank)
     assert index is not None
     torch.cuda.set_device(index)
     return torch.device("cuda", index)

@@ -6,11 +6,14 @@ from typing import TYPE_CHECKING
 import pytest
 import torch
 
+from hpc_inflight.launchers import launcher_from_env
+
 if TYPE_CHECKING:
     import hpc_inflight as hi
 
 # What the launcher said, not what MPI says: a world of N singletons must not pass as N ranks.
-STARTED = int(os.environ.get("OMPI_COMM_WORLD_SIZE", os.environ.get("PMI_SIZE", "1")))
+LAUNCHER = launcher_from_env(os.environ)
+STARTED = 1 if LAUNCHER is None else LAUNCHER.size
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

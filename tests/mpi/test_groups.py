@@ -18,8 +18,10 @@ from hpc_inflight.testing import assert_on_all_ranks, gather_on_all_ranks, wait_
 
 
 def test_world_facts(world: hi.World, rank: int, size: int) -> None:
-    # one machine: everything is local
-    assert (world.local_rank, world.local_world_size, world.node_rank) == (rank, size, 0)
+    # one machine, where everything is local, unless Slurm says otherwise
+    per_node = size // int(os.environ.get("SLURM_STEP_NUM_NODES", "1"))
+    assert (world.local_rank, world.local_world_size) == (rank % per_node, per_node)
+    assert world.node_rank == rank // per_node
     assert gather_on_all_ranks(world.rank) == list(range(size))
     assert world.thread_level == "multiple"
     assert world.mpi_vendor in {"Open MPI", "MPICH"}

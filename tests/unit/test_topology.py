@@ -1,83 +1,11 @@
-"""Tables of situations; the variables are those that the launchers were seen to set."""
+"""Tables of situations: which node, which device, and when there is none."""
 
 from __future__ import annotations
 
 import pytest
 
 from hpc_inflight.errors import LaunchError
-from hpc_inflight.topology import Launcher, device_index, launch_problem, launcher_from_env, node_ranks
-
-OMPI = {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_RANK": "3", "PMIX_RANK": "3"}
-HYDRA = {"PMI_SIZE": "4", "PMI_RANK": "1", "MPI_LOCALRANKID": "1"}
-BATCH = {"SLURM_JOB_ID": "7", "SLURM_PROCID": "0", "SLURM_NTASKS": "4"}
-STEP = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "4"}
-HELPER = BATCH | {"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "1"}
-
-
-@pytest.mark.parametrize(
-    ("env", "size", "vendor"),
-    [
-        pytest.param(OMPI, 4, "Open MPI", id="mpirun"),
-        pytest.param(HYDRA, 4, "MPICH", id="hydra"),
-        pytest.param(STEP, 4, "", id="srun"),
-        pytest.param(STEP | {"PMI_SIZE": "4"}, 4, "MPICH", id="srun --mpi=pmi2"),
-        pytest.param(OMPI | HELPER, 4, "Open MPI", id="mpirun in an allocation: its helper is a step of one task"),
-        pytest.param(HYDRA | HELPER, 4, "MPICH", id="hydra in an allocation"),
-    ],
-)
-def test_launcher(env: dict[str, str], size: int, vendor: str) -> None:
-    launcher = launcher_from_env(env)
-    assert launcher is not None
-    assert (launcher.size, launcher.vendor) == (size, vendor)
-
-
-@pytest.mark.parametrize(
-    "env",
-    [
-        pytest.param({}, id="plain python"),
-        pytest.param(BATCH, id="a batch script's own python: 4 tasks were asked for, this is none of them"),
-        pytest.param({"PMI_SIZE": ""}, id="an empty variable"),
-    ],
-)
-def test_no_launcher(env: dict[str, str]) -> None:
-    assert launcher_from_env(env) is None
-
-
-MPIRUN, SRUN = Launcher("Open MPI's mpirun", 4, "Open MPI"), Launcher("srun", 4, "")
-HYDRA_4 = Launcher("mpiexec.hydra or srun --mpi=pmi2", 4, "MPICH")
-
-
-@pytest.mark.parametrize(
-    ("launcher", "mpi_size", "vendor"),
-    [
-        (MPIRUN, None, "Open MPI"),
-        (MPIRUN, 4, "Open MPI"),
-        (HYDRA_4, 4, "MPICH"),
-        (SRUN, 4, "MPICH"),
-        (SRUN, 4, "Open MPI"),
-        (None, 1, "MPICH"),
-        (Launcher("srun", 1, ""), 1, "MPICH"),
-    ],
-)
-def test_what_fits_is_no_problem(launcher: Launcher | None, mpi_size: int | None, vendor: str) -> None:
-    assert launch_problem(launcher, mpi_size, vendor, "its version") is None
-
-
-@pytest.mark.parametrize(
-    ("launcher", "mpi_size", "vendor", "says"),
-    [
-        (MPIRUN, None, "MPICH", ["Open MPI's mpirun started 4 ranks", "mpi4py loaded MPICH", "mpiexec.hydra"]),
-        (HYDRA_4, None, "Open MPI", ["started 4 ranks", "mpi4py loaded Open MPI", "srun --mpi=pmix"]),
-        (SRUN, 1, "Open MPI", ["srun started 4 ranks", "sees a world of 1", "`srun --mpi=pmix`"]),
-        (SRUN, 1, "MPICH", ["srun started 4 ranks", "sees a world of 1", "`srun --mpi=pmi2`"]),
-        (MPIRUN, 1, "Open MPI", ["sees a world of 1", "the mpirun of that Open MPI"]),
-    ],
-)
-def test_problems_name_the_remedy(launcher: Launcher, mpi_size: int | None, vendor: str, says: list[str]) -> None:
-    problem = launch_problem(launcher, mpi_size, vendor, "its version")
-    assert problem is not None
-    for part in says:
-        assert part in problem
+from hpc_inflight.topology import Place, check_devices, device_index, device_problem, node_ranks
 
 
 def test_nodes_are_numbered_by_their_lowest_rank() -> None:
@@ -91,9 +19,57 @@ def test_nodes_are_numbered_by_their_lowest_rank() -> None:
     [(0, 3, None), (1, 0, 0), (1, 3, 0), (4, 0, 0), (4, 3, 3)],
 )
 def test_device_index(visible: int, local_rank: int, index: int | None) -> None:
-    assert device_index(visible, local_rank, "node7") == index
+    assert device_index(visible, local_rank) == index
 
 
-def test_more_ranks_than_devices() -> None:
-    with pytest.raises(LaunchError, match=r"local rank 2 on node7 has no GPU: 2 are visible.*init\(device=\"cpu\"\)"):
-        device_index(2, 2, "node7")
+def places(visible: list[int], masks: list[str | None], *, per_node: int = 4) -> list[Place]:
+    """Return ranks that fill nodes one after the other."""
+    return [
+        Place(rank - rank % per_node, rank % per_node, f"node{rank // per_node}", count, mask, "v1")
+        for rank, (count, mask) in enumerate(zip(visible, masks, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("visible", "masks", "indices"),
+    [
+        pytest.param([0] * 4, [None] * 4, [None] * 4, id="no GPUs"),
+        pytest.param([4] * 4, [None] * 4, [0, 1, 2, 3], id="all see all"),
+        pytest.param([4] * 8, ["0,1,2,3"] * 8, [0, 1, 2, 3] * 2, id="two nodes, all see all"),
+        pytest.param([1] * 4, ["0", "1", "2", "3"], [0] * 4, id="one device each, as by --gpus-per-task=1"),
+        pytest.param([2] * 2, ["2,3"] * 2, [0, 1], id="a mask: indices count within it"),
+        pytest.param([2, 2], ["0,1", "2,3"], [0, 1], id="two devices each"),
+        pytest.param([1] * 4, ["0"] * 4, [0] * 4, id="all share one"),
+        pytest.param([1] * 4, [None] * 4, [0] * 4, id="a workstation with one"),
+        pytest.param([1] * 2, ["MIG-1", "MIG-2"], [0] * 2, id="a MIG instance each"),
+        pytest.param([1], ["MIG-1,MIG-2"], [0], id="two MIG instances for one rank"),
+        pytest.param([1] * 2, ["MIG-1"] * 2, [0] * 2, id="one MIG instance that all share"),
+        pytest.param([4, 1], ["GPU-a,GPU-b,GPU-c,GPU-d", "GPU-b"], [0, 0], id="different masks on a node"),
+        pytest.param([0] * 2, ["NoDevFiles"] * 2, [None] * 2, id="a mask of no device"),
+    ],
+)
+def test_each_rank_has_its_device(visible: list[int], masks: list[str | None], indices: list[int | None]) -> None:
+    found = places(visible, masks)
+    assert device_problem(found) is None
+    assert [device_index(place.visible, place.local_rank) for place in found] == indices
+
+
+@pytest.mark.parametrize(
+    ("visible", "masks", "says"),
+    [
+        pytest.param([2] * 3, [None] * 3, "local rank 2 (rank 2) on node0 has no GPU: 2 are visible", id="more ranks"),
+        pytest.param([2] * 8, ["0,1"] * 8, "start at most 2 ranks per node", id="more ranks, with a mask"),
+        pytest.param([1, 0], ["0", ""], "rank 1 on node0 sees no GPU (CUDA_VISIBLE_DEVICES is '')", id="an empty mask"),
+        pytest.param(
+            [4] * 4 + [0] * 4, [None] * 8, "rank 4 on node1 sees no GPU (CUDA_VISIBLE_DEVICES is not set)", id="node"
+        ),
+        pytest.param([1] * 2, ["MIG-1,MIG-2"] * 2, "rank 0 on node0 shares a MIG instance", id="the first MIG for all"),
+    ],
+)
+def test_what_cannot_be_is_said_on_every_rank(visible: list[int], masks: list[str | None], says: str) -> None:
+    found = places(visible, masks)
+    problem = device_problem(found)
+    assert problem is not None
+    assert says in problem
+    with pytest.raises(LaunchError, match=r"^init: .*(--gpus-per-task=1|bind_gpu)"):
+        check_devices(found)
