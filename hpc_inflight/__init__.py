@@ -3,6 +3,7 @@
 Layers, which import only downwards (``lint-imports`` checks):
 
     cli, examples, testing        what runs on top
+    pooled_embeddings             the exchange of sharded embeddings, overlapped forward and backward
     functional | capture          waiting by tensor; draining before a capture
     backend, process_group        c10d's calls -> a communicator
     bootstrap, store              the world; the key-value store in MPI
@@ -15,12 +16,15 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 
 from __future__ import annotations
 
-from hpc_inflight import backend, store
+from hpc_inflight import backend, capture, store, watchdog
 from hpc_inflight.bootstrap import World, finalize, init, world
+from hpc_inflight.capture import graph
 from hpc_inflight.errors import (
     AlreadyInitializedError,
+    CaptureError,
     CollectiveMismatch,
     CollectiveTimeout,
+    CommunicatorAborted,
     DrainTimeout,
     GroupDestroyedError,
     InflightError,
@@ -39,14 +43,17 @@ from hpc_inflight.errors import (
 )
 from hpc_inflight.functional import allow_inflight_collective_as_graph_input, wait_tensor
 from hpc_inflight.group_set import groups, wait_for_all_pending_works
+from hpc_inflight.pooled_embeddings import PooledEmbeddingsAllToAll, PooledEmbeddingsAwaitable
 from hpc_inflight.work_registry import InflightWork, inflight, register_work
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AlreadyInitializedError",
+    "CaptureError",
     "CollectiveMismatch",
     "CollectiveTimeout",
+    "CommunicatorAborted",
     "DrainTimeout",
     "GroupDestroyedError",
     "InflightError",
@@ -58,6 +65,8 @@ __all__ = [
     "NCCLError",
     "NCCLUnavailableError",
     "NotInitializedError",
+    "PooledEmbeddingsAllToAll",
+    "PooledEmbeddingsAwaitable",
     "StoreError",
     "StoreTimeout",
     "UnsupportedError",
@@ -66,6 +75,7 @@ __all__ = [
     "World",
     "allow_inflight_collective_as_graph_input",
     "finalize",
+    "graph",
     "groups",
     "inflight",
     "init",
@@ -76,4 +86,6 @@ __all__ = [
 ]
 
 backend.register()
+capture.register()
+watchdog.register()
 store.register_rendezvous()

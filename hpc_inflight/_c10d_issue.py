@@ -45,6 +45,7 @@ class Issuer(GroupIdentity):
         self._nccl_failure: InflightError | None = None
         self._nccl_lock = threading.Lock()
         self._closed = ""  # why it cannot be used any more
+        self._called = ""  # the operation that was issued last, for the watchdog
         self._coalescing: list[Any] | None = None
         self._coalescing_thread = 0
         self._call_is_open = False  # in such a block: a call was begun and has issued nothing yet
@@ -136,6 +137,7 @@ class Issuer(GroupIdentity):
         except AttributeError:  # c10d's short forms, and older options
             opts = forms.options(opts)
             is_async, limit = opts is None or forms.is_async(opts), None if opts is None else opts.timeout
+        self._called = op
         if self._coalescing is not None and self._coalesces():
             return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
         if not is_async and (done := comm.run_now(operations)) is not None:

@@ -48,8 +48,6 @@ class Runtime:
     handle 0 mean the current device's.
 
     Attributes:
-        captures: CUDA graph captures under way in this process, as far as known: no event is queried meanwhile, since
-            that ends a capture in global mode, whichever thread does it.
         events: Unused events, by device. They outlive groups, as works that somebody keeps do.
         nccl_version: Such as 22809 for 2.28.9.
         current_stream: ``current_stream(index)`` is the raw current stream of a device.
@@ -62,7 +60,6 @@ class Runtime:
 
     def __init__(self) -> None:
         self._cuda, self._nccl = _import_cupy()
-        self.captures = 0
         self.events: dict[int, list[int]] = {}
         self.nccl_version: int = self._nccl.get_version()
         self.current_stream, self.current_device, self.capturing = compat.cuda_functions()
@@ -97,6 +94,10 @@ class Runtime:
     def new_stream(self, index: int) -> Any:
         """Return a torch stream; of high priority, as a collective that waits for its turn holds up every rank."""
         return torch.cuda.Stream(index, priority=-1)
+
+    def zeros(self, index: int) -> torch.Tensor:
+        """Return a tensor of one element."""
+        return torch.zeros(1, device=torch.device("cuda", index))
 
     def raw_stream(self, stream: Any) -> int:
         """Return the handle of a stream of `new_stream`."""

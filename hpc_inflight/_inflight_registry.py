@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from hpc_inflight._unwaited import Tally
 from hpc_inflight.work import Work
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from datetime import timedelta
 
 _T = TypeVar("_T")
@@ -41,7 +40,8 @@ class Registry:
         # re-entrant: dropping the last reference of a tensor or work can run Python that comes back here
         self._lock = threading.RLock()
         self._purged = threading.Condition(self._lock)
-        self._storages: OrderedDict[int, Storage] = OrderedDict()  # in the order in which the sweep looks at them
+        self._storages: dict[int, Storage] = {}
+        self._round: Iterator[int] = iter(())  # keys that the sweep has yet to look at in this round
         self.registered = self.by_tensor = self.by_work = self.missed = 0
         self.unwaited = Tally()  # complete, never waited, and nobody can any more
         self.wait_s = 0.0
@@ -53,17 +53,22 @@ class Registry:
         """Add a work, and look at a few storages for what has gone meanwhile."""
         me = this_thread.token
         key = compat.storage_key(tensor)
-        gone = kind = None
+        gone = None
         with self._lock:
             storage = self._storages.get(key)
             if storage is not None and storage.purger is not None and storage.purger is not me:
                 storage = self._purged_storage(storage)
             if storage is None:
                 storage = self._storages[key] = Storage(self, tensor, key)
+                slot, kind = storage.add_handle(me), None
             else:
-                kind = tensor.shape, tensor.dtype
-            entry = self._entry_of(work)
-            record = Record(entry, storage, storage.stand_in(me), kind)
+                slot, kind = storage.stand_in(me), (tensor.shape, tensor.dtype)
+            if type(work) is Work and work.registration is None:  # `_entry_of`, for nearly all
+                self.registered += 1
+                entry = work.registration = Entry(self, work.completion, None)
+            else:
+                entry = self._entry_of(work)
+            record = Record(entry, storage, slot, kind)
             storage.live[record] = entry.records[record] = None
             if self.records_sites:
                 entry.site = entry.site or caller()
@@ -82,11 +87,11 @@ class Registry:
     def _entry_of(self, work: object) -> Entry:
         if type(work) is not Work and (not isinstance(work, Work) or type(work).wait is not Work.wait):
             self.registered += 1
-            return Entry(None, work)
+            return Entry(self, None, work)
         registration = work.registration
         if not isinstance(registration, Entry) or not registration.records:
             self.registered += 1
-            registration = work.registration = Entry(work.completion, None)
+            registration = work.registration = Entry(self, work.completion, None)
         return registration
 
     def close(self, entry: Entry) -> None:
@@ -110,33 +115,59 @@ class Registry:
             live.pop(record, None)
             record.slot.idle += 1
             if not live and storage.purger is None:
-                storage.purger = me
-                gone.append(storage)
+                if storage.in_torch:
+                    storage.purger = me
+                    gone.append(storage)
+                else:  # torch's wait_tensor has just taken the last handle
+                    self._forget(storage)
         return gone
 
-    def wait(self, storage: Storage, timeout: timedelta, handle: Handle | None = None) -> bool:
-        """Wait for every live work of a storage, for torch's ``wait_tensor`` (with a handle) or before it.
+    def _take(self, storage: Storage, me: object) -> tuple[list[Entry], list[Storage]]:
+        """Remove the works of a storage if they all have succeeded, as most have when a wait comes.
+
+        Returns:
+            The works that have to be waited for first, and the storages that this thread has to purge now.
+        """
+        entries = list({record.entry: None for record in storage.live})
+        gone: list[Storage] = []
+        for entry in entries:
+            if not entry.succeeded():
+                return entries, gone
+        for entry in entries:
+            self.by_tensor += bool(entry.records)
+            gone += self._remove(entry, me)
+        return [], gone
+
+    def wait(self, storage: Storage, timeout: timedelta, handle: Handle) -> None:
+        """Wait for every live work of a storage, for a handle that torch's ``wait_tensor`` has taken.
+
+        Raises:
+            Exception: See `_block`.
+        """
+        me = this_thread.token
+        with self._lock:
+            storage.popped(handle)
+            if not storage.live:
+                self._forget(storage)
+                return
+            if storage.purger is me:
+                storage.swallowed = True  # registered while this thread purges, which puts a handle back at the end
+                return
+            entries, gone = self._take(storage, me)
+            if entries:
+                storage.put_back(me)  # before blocking: other threads must not find nothing meanwhile
+        if entries:
+            gone = self._block(storage, entries, timeout, put_back=True)
+        if gone:
+            self._purge(gone)
+
+    def _block(self, storage: Storage, entries: list[Entry], timeout: timedelta, *, put_back: bool) -> list[Storage]:
+        """Wait for works of a storage, remove them, and return the storages that this thread has to purge now.
 
         Raises:
             Exception: The first failure, after the others were waited; or one is not complete at its deadline: it
                 and those after it stay, and the next wait finds them.
         """
-        me = this_thread.token
-        with self._lock:
-            if handle is not None:
-                storage.popped(handle)
-            if not storage.live:
-                self._forget(storage)
-                return False
-            if handle is not None and storage.purger is me:
-                storage.swallowed = True  # registered while this thread purges, which puts a handle back at the end
-                return False
-            entries = list({record.entry: None for record in storage.live})
-            if handle is not None and not all(entry.completed() for entry in entries):
-                storage.put_back(me)  # before blocking: other threads must not find nothing meanwhile
-        return self._block(storage, entries, timeout, handle)
-
-    def _block(self, storage: Storage, entries: list[Entry], timeout: timedelta, handle: Handle | None) -> bool:
         me = this_thread.token
         ended: list[Entry] = []
         failure: BaseException | None = None
@@ -156,16 +187,12 @@ class Registry:
             for entry in ended:
                 self.by_tensor += bool(entry.records)
                 gone += self._remove(entry, me)
-            if handle is not None and storage.live:
+            if put_back and storage.live:
                 storage.put_back(me)
-        left = handle is None and failure is None and storage in gone
-        if left:
-            gone.remove(storage)
-        if gone:
-            self._purge(gone)
         if failure is not None:
+            self._purge(gone)
             raise failure
-        return left
+        return gone
 
     def wait_by_tensor(self, tensor: torch.Tensor, operator: Callable[[torch.Tensor], _T]) -> _T:
         """Wait for what is registered for a tensor and run ``wait_tensor``, as a purge of the handles.
@@ -178,27 +205,53 @@ class Registry:
         key = compat.storage_key(tensor)
         found = False
         for _ in range(_WAITS):
-            with self._lock:
-                storage = self._storages.get(key)
-                if storage is not None and storage.purger is not None and storage.purger is not me:
-                    storage = self._purged_storage(storage)
-                if storage is None:
-                    storage = self._storages[key] = Storage(self, tensor, key)
-                ours = storage.purger is None and not storage.live
-                if ours:
-                    storage.purger = me
-            if ours or self.wait(storage, NO_TIMEOUT):
-                before = compat.registry_size() if self.on_missed is not None else 0
-                try:
-                    return operator(tensor)
-                finally:
-                    self._purge([storage])
-                    if self.on_missed is not None and ours and not found and compat.registry_size() >= before:
-                        self.on_missed(tensor)
-            found = True
+            storage, works, gone = self._settle(tensor, key, me)
+            found = found or works
+            if storage in gone:
+                gone.remove(storage)
+                if gone:
+                    self._purge(gone)
+                return self._purge_by(operator, tensor, storage, found=found)
+            if gone:
+                self._purge(gone)
             if storage.purger is me:
                 break
         return operator(tensor)
+
+    def _settle(self, tensor: torch.Tensor, key: int, me: object) -> tuple[Storage, bool, list[Storage]]:
+        """Wait for the works of a tensor's storage, remove them, and make this thread its purger if none is left.
+
+        Returns:
+            The storage, whether it had works, and the storages that this thread has to purge now.
+        """
+        gone: list[Storage] = []
+        with self._lock:
+            storage = self._storages.get(key)
+            if storage is not None and storage.purger is not None and storage.purger is not me:
+                storage = self._purged_storage(storage)
+            if storage is None:
+                storage = self._storages[key] = Storage(self, tensor, key)
+            if not storage.live:
+                if storage.purger is None:
+                    storage.purger = me
+                    gone.append(storage)
+                return storage, False, gone
+            entries, gone = self._take(storage, me)
+        if entries:
+            gone = self._block(storage, entries, NO_TIMEOUT, put_back=False)
+        return storage, True, gone
+
+    def _purge_by(
+        self, operator: Callable[[torch.Tensor], _T], tensor: torch.Tensor, storage: Storage, *, found: bool
+    ) -> _T:
+        """Purge a storage by running ``wait_tensor`` on a tensor of it; in strict mode, tell of a wait in vain."""
+        before = compat.registry_size() if self.on_missed is not None else 0
+        try:
+            return operator(tensor)
+        finally:
+            self._purge([storage])
+            if self.on_missed is not None and not found and compat.registry_size() >= before:
+                self.on_missed(tensor)
 
     def _purge(self, storages: list[Storage], *, quiet: bool = False) -> None:
         """Pop the handles of storages of which this thread is the purger; never under the lock.
@@ -229,7 +282,7 @@ class Registry:
                         if storage.live:
                             storage.put_back(this_thread.token)
                     if not (storage.live or storage.in_torch):
-                        self._forget(storage)
+                        del self._storages[storage.key]
                 if self._held_up:
                     self._purged.notify_all()
         if failure is not None and not quiet:
@@ -249,13 +302,20 @@ class Registry:
                 storage.put_back(this_thread.token)
             self._forget(storage)
 
+    def _next_to_look_at(self) -> Storage | None:
+        """Return the next storage of this round of the sweep; None if it has gone since the round began."""
+        key = next(self._round, None)
+        if key is None:
+            self._round = iter(list(self._storages))  # one copy for as many looks: a look stays cheap
+            key = next(self._round, None)
+        return None if key is None else self._storages.get(key)
+
     def _sweep(self, limit: int, me: object) -> list[Storage]:
         """Look at some storages, remove what nobody can wait for, and return what this thread has to purge now."""
         gone = []
         for _ in range(min(limit, len(self._storages))):
-            key, storage = next(iter(self._storages.items()))
-            self._storages.move_to_end(key)
-            if storage.purger is not None:
+            storage = self._next_to_look_at()
+            if storage is None or storage.purger is not None:
                 continue
             if not storage.live:  # handles are left, for which torch may want the thread that made them
                 if compat.WAIT_TENSOR_FINDS_EVERY_THREAD or me in storage.in_torch.values():
@@ -284,7 +344,9 @@ class Registry:
         """Remove what nobody can wait for: of all storages, or of at most ``limit``, if there are several."""
         if len(self._storages) > (limit is not None):
             with self._lock:
-                gone = self._sweep(len(self._storages) if limit is None else limit, this_thread.token)
+                if limit is None:
+                    limit, self._round = len(self._storages), iter(())
+                gone = self._sweep(limit, this_thread.token)
             if gone:
                 self._purge(gone, quiet=True)
 

@@ -46,7 +46,7 @@ this_thread = _Thread()
 class Owner(Protocol):
     """What a storage and its handles ask of their registry."""
 
-    def wait(self, storage: Storage, timeout: timedelta, handle: Handle | None = None) -> bool:
+    def wait(self, storage: Storage, timeout: timedelta, handle: Handle) -> None:
         """Wait for every live work of the storage."""
 
     def lost(self, handle: Handle) -> None:
@@ -161,18 +161,20 @@ class Entry:
     """One registered work with all its records; what `hpc_inflight.work.Work.registration` holds.
 
     Attributes:
+        registry: The registry that it is in.
         completion: Of a work of this package. Not the work itself: it holds the output tensors, and the entry must
             see when nobody else does.
         work: A work of another package.
         registered_at: ``time.monotonic()`` when a work of another package was registered.
         scope: The registering thread's scope.
         site: Where it was registered, if that is recorded.
-        records: None once it was waited.
+        records: Empty once it was waited, or lost.
     """
 
-    __slots__ = ("completion", "records", "registered_at", "scope", "site", "work")
+    __slots__ = ("completion", "records", "registered_at", "registry", "scope", "site", "work")
 
-    def __init__(self, completion: Completion | None, work: Any) -> None:
+    def __init__(self, registry: Owner, completion: Completion | None, work: Any) -> None:
+        self.registry = registry
         self.completion = completion
         self.work = work
         self.registered_at = 0.0 if completion is not None else time.monotonic()
@@ -202,6 +204,11 @@ class Entry:
             return self.completion.poll()
         return bool(self.work.is_completed())
 
+    def succeeded(self) -> bool:
+        """Say whether the operation has ended well; not of another package's, whose own ``wait`` has to run."""
+        completion = self.completion
+        return completion is not None and completion.poll() and completion.exception is None
+
     def block(self, timeout: timedelta) -> Exception | None:
         """Order the caller after the operation, as ``Work.wait`` does, and return why it failed.
 
@@ -223,9 +230,7 @@ class Entry:
 
     def waited(self) -> None:
         """Remove this work's records; called by ``Work.wait``."""
-        for record in self.records:
-            record.storage.registry.close(self)
-            return
+        self.registry.close(self)
 
 
 class Handle(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any

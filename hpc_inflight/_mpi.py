@@ -121,6 +121,26 @@ def started() -> bool:
     return _module is not None and os.getpid() == _owner_pid and not _module.Is_finalized()
 
 
+def abort(code: int) -> None:
+    """End every rank of the job at once, with an exit code, from any thread; does not return."""
+    mpi().COMM_WORLD.Abort(code)
+
+
+def everyone_ends(timeout_s: float) -> bool:
+    """Say whether every rank of the job comes here within ``timeout_s``; for the end of the process.
+
+    **Local:** never blocks longer; without a control communicator there is nobody to tell.
+    """
+    comm = _control
+    if comm is None or comm.size == 1:
+        return True
+    request = comm.Ibarrier()
+    if poll(request.Test, timeout_s):
+        return True
+    abandon(request)
+    return False
+
+
 def thread_multiple() -> bool:
     """Say whether any thread may call MPI."""
     module = mpi()

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import io
 import os
 import socket
-import sys
 import threading
 import time
-import traceback
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
-from hpc_inflight import _dump_signal, _mpi, group_set, store, topology, work_registry
+from hpc_inflight import _dump_signal, _mpi, failure, group_set, store, topology, work_registry
 from hpc_inflight.config import config
 from hpc_inflight.errors import AlreadyInitializedError, InflightError, InvalidArgumentError, NotInitializedError
+from hpc_inflight.watchdog import watchdog
 
-if TYPE_CHECKING:
-    from types import TracebackType
+_FAREWELL_S = 1.0  # ranks that end together do so within this; one that ends alone tells the others
 
 _lock = threading.Lock()
 _world: World | None = None
@@ -197,7 +193,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
 
 
 def install_hooks() -> None:
-    """Make an uncaught exception end the job, and the interpreter's exit orderly.
+    """Make the failure of one rank end the job, and the interpreter's exit orderly.
 
     **Local:** once per process; later calls do nothing. Installed by the first `init` or ``mpi://`` rendezvous.
     """
@@ -205,46 +201,22 @@ def install_hooks() -> None:
     if _exit_hook_installed:
         return
     _exit_hook_installed = True
-    pid = os.getpid()
-    previous = sys.excepthook
-
-    def abort_on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        previous(kind, value, trace)
-        if os.getpid() == pid:
-            _abort_job(value)
-
-    sys.excepthook = abort_on_exception
+    failure.install()
+    atexit.register(_at_exit, os.getpid())
     if config().dump_signal:
         _dump_signal.install(config().dump_signal)
-    atexit.register(_at_exit, pid)
-
-
-def _abort_job(error: BaseException) -> None:
-    """End all ranks: the others would wait for this one for ever, since MPI_Finalize waits too."""
-    if not _mpi.started():
-        return
-    comm = _mpi.mpi().COMM_WORLD
-    if comm.size == 1:
-        return
-    name = traceback.format_exception_only(type(error), error)[-1].strip()
-    text = f"hpc_inflight: rank {comm.rank} of {comm.size} on {socket.gethostname()} ends the job: {name}\n"
-    stderr = sys.stderr
-    if isinstance(stderr, io.StringIO) and sys.__stderr__ is not None:
-        # init_process_group wraps the hook in one that collects what is printed, and would print it after us
-        text = stderr.getvalue() + text
-        stderr = sys.__stderr__
-    stderr.write(text)
-    stderr.flush()
-    sys.stdout.flush()
-    comm.Abort(1)
 
 
 def _at_exit(pid: int) -> None:
     if os.getpid() != pid or not _mpi.started():
         return
+    failure.abort_for_exit()
     deadline = time.monotonic() + config().exit_timeout_s
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError, InflightError):
         # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
         group_set.wait_for_all_pending_works(config().exit_timeout_s)
     work_registry.report_unwaited(at_exit=True)
+    if not _mpi.everyone_ends(_FAREWELL_S):
+        watchdog.say_farewell()
     store.close_default_store(max(0.0, deadline - time.monotonic()))
+    watchdog.stop()  # MPI_Finalize follows

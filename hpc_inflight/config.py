@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from hpc_inflight.errors import InvalidArgumentError
 
 ON_UNWAITED = ("warn", "raise", "ignore")
+ON_TIMEOUT = ("abort", "raise")
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,12 @@ class Config:
             (``HPC_INFLIGHT_MAX_PENDING``). Bounds memory when the host runs ahead of the network.
         exit_timeout_s: Seconds that the interpreter's exit waits for pending works and for the other
             ranks before it goes on without them (``HPC_INFLIGHT_EXIT_TIMEOUT_S``).
+        capture_drain: Wait for every group's pending works at the beginning of each CUDA graph capture
+            (``HPC_INFLIGHT_CAPTURE_DRAIN=0`` turns it off).
+        drain_timeout_s: Seconds that this may take (``HPC_INFLIGHT_DRAIN_TIMEOUT_S``).
+        on_timeout: What the watchdog does once an operation is past its deadline and its group is aborted: end the job
+            (``"abort"``), or leave that to whoever waits (``"raise"``, ``HPC_INFLIGHT_ON_TIMEOUT``).
+        watchdog_s: Seconds between two looks of the watchdog (``HPC_INFLIGHT_WATCHDOG_S``).
         max_count: Elements that one MPI call counts; larger tensors go in parts or under larger types
             (``HPC_INFLIGHT_MAX_COUNT``; lower it only to test that).
         debug: Compare the ranks' calls before each collective (``HPC_INFLIGHT_DEBUG=1``, or
@@ -36,6 +43,10 @@ class Config:
 
     max_pending: int = 1024
     exit_timeout_s: float = 10.0
+    capture_drain: bool = True
+    drain_timeout_s: float = 60.0
+    on_timeout: str = "abort"
+    watchdog_s: float = 0.5
     max_count: int = 2**31 - 1
     debug: bool = False
     strict: bool = False
@@ -58,8 +69,8 @@ def _positive(name: str, default: float, kind: type) -> float:
     return float(value)
 
 
-def _flag(name: str) -> bool:
-    return os.environ.get(name, "0") not in {"", "0"}
+def _flag(name: str, default: str = "0") -> bool:
+    return os.environ.get(name, default) not in {"", "0"}
 
 
 def checked_on_unwaited(source: str, value: str) -> str:
@@ -68,8 +79,16 @@ def checked_on_unwaited(source: str, value: str) -> str:
     Raises:
         InvalidArgumentError: It is none.
     """
-    if value not in ON_UNWAITED:
-        msg = f"{source}: expected one of {', '.join(map(repr, ON_UNWAITED))}, found {value!r}; choose one of these"
+    return _checked(source, value, ON_UNWAITED)
+
+
+def _choice(name: str, known: tuple[str, ...], default: str) -> str:
+    return _checked(name, os.environ.get(name, default), known)
+
+
+def _checked(source: str, value: str, known: tuple[str, ...]) -> str:
+    if value not in known:
+        msg = f"{source}: expected one of {', '.join(map(repr, known))}, found {value!r}; choose one of these"
         raise InvalidArgumentError(msg)
     return value
 
@@ -100,12 +119,14 @@ def config() -> Config:
     return Config(
         max_pending=int(_positive("HPC_INFLIGHT_MAX_PENDING", Config.max_pending, int)),
         exit_timeout_s=_positive("HPC_INFLIGHT_EXIT_TIMEOUT_S", Config.exit_timeout_s, float),
+        capture_drain=_flag("HPC_INFLIGHT_CAPTURE_DRAIN", "1"),
+        drain_timeout_s=_positive("HPC_INFLIGHT_DRAIN_TIMEOUT_S", Config.drain_timeout_s, float),
+        on_timeout=_choice("HPC_INFLIGHT_ON_TIMEOUT", ON_TIMEOUT, Config.on_timeout),
+        watchdog_s=_positive("HPC_INFLIGHT_WATCHDOG_S", Config.watchdog_s, float),
         max_count=int(_positive("HPC_INFLIGHT_MAX_COUNT", Config.max_count, int)),
         debug=_flag("HPC_INFLIGHT_DEBUG") or os.environ.get("TORCH_DISTRIBUTED_DEBUG", "").upper() == "DETAIL",
         strict=_flag("HPC_INFLIGHT_STRICT"),
         call_sites=_flag("HPC_INFLIGHT_CALL_SITES") or _flag("HPC_INFLIGHT_STRICT"),
-        on_unwaited=checked_on_unwaited(
-            "HPC_INFLIGHT_ON_UNWAITED", os.environ.get("HPC_INFLIGHT_ON_UNWAITED", Config.on_unwaited)
-        ),
+        on_unwaited=_choice("HPC_INFLIGHT_ON_UNWAITED", ON_UNWAITED, Config.on_unwaited),
         dump_signal=_signal_number("HPC_INFLIGHT_DUMP_SIGNAL"),
     )

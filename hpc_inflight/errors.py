@@ -43,12 +43,20 @@ class GroupDestroyedError(InflightError):
     """A group was used after it was destroyed, or in a process that did not make it."""
 
 
+class CommunicatorAborted(GroupDestroyedError):  # noqa: N818  # NCCL's and MPI's word
+    """A group cannot be used any more: it was aborted, after a deadline, a failure, or by the program."""
+
+
 class CollectiveTimeout(InflightError, TimeoutError):  # noqa: N818  # the name that users of c10d look for
     """A collective or a point-to-point operation did not complete before its deadline."""
 
 
 class CollectiveMismatch(InflightError):  # noqa: N818  # named beside CollectiveTimeout
     """In debug mode: the ranks were about to issue different collectives."""
+
+
+class CaptureError(InflightError):
+    """A collective cannot be captured as it was issued."""
 
 
 class DrainTimeout(InflightError, TimeoutError):  # noqa: N818  # named beside CollectiveTimeout

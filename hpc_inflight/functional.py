@@ -12,6 +12,8 @@ from hpc_inflight import work_registry
 from hpc_inflight.config import checked_on_unwaited
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from typing_extensions import Self
 
     from hpc_inflight._unwaited import Tally
@@ -107,6 +109,9 @@ def wait_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """
     if torch.compiler.is_compiling():
         return _operator(tensor)
+    # without the look-up of the name that dynamo needs, which takes as long as the operator itself
+    plain = compat.WAIT_TENSOR_HAS_GRADIENT or not tensor.requires_grad
+    operator: Callable[[torch.Tensor], torch.Tensor] = compat.wait_tensor_op if plain else _operator
     # Our own registry first. The operator forgets the works before it waits for them, so a second thread that waits
     # for the same tensor would find nothing and go on.
-    return work_registry.wait_by_tensor(tensor, _operator)
+    return work_registry.wait_by_tensor(tensor, operator)

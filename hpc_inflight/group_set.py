@@ -7,12 +7,12 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_inflight.errors import DrainTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from hpc_inflight.work import Completion
 
@@ -22,6 +22,12 @@ class Group(Protocol):
 
     def pending_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first."""
+
+    def is_idle(self) -> bool:
+        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
+
+    def quiesce(self) -> None:
+        """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
 
     def describe(self) -> str:
         """Return the group's name and this rank's place in it."""
@@ -33,6 +39,7 @@ class Group(Protocol):
 _lock = threading.RLock()  # a group dropped while it is held may come back here
 _watching_forks = False
 _ids = itertools.count()
+_watchers: list[tuple[Callable[[], None], Callable[[], None]]] = []
 # weakly: being listed must not keep a group that its user dropped alive. Insertion order is creation order,
 # which all ranks share.
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
@@ -47,13 +54,26 @@ def add(group: Group) -> int:
             os.register_at_fork(after_in_child=_forked)
         ticket = next(_ids)
         _groups[ticket] = group
+        if len(_groups) == 1:
+            for began, _ in _watchers:
+                began()
         return ticket
 
 
 def discard(ticket: int) -> None:
     """Remove a group at its destruction; nothing happens when it is gone already."""
     with _lock:
-        _groups.pop(ticket, None)
+        if _groups.pop(ticket, None) is not None and not _groups:
+            for _, ended in _watchers:
+                ended()
+
+
+def watch(began: Callable[[], None], ended: Callable[[], None]) -> None:
+    """Have ``began`` called with the first group and ``ended`` after the last was destroyed.
+
+    **Local:** at import. A group that is dropped without being destroyed counts until the next one is made.
+    """
+    _watchers.append((began, ended))
 
 
 def _forked() -> None:
@@ -62,6 +82,7 @@ def _forked() -> None:
     for group in list(_groups.values()):
         group.forked()
     _groups.clear()
+    _captures.clear()
 
 
 def groups() -> list[Group]:
@@ -73,28 +94,120 @@ def groups() -> list[Group]:
         return [group for _, group in sorted(_groups.items())]
 
 
+class Gate:
+    """Keeps new work from being enqueued between a drain and what the drain was for.
+
+    A communicator asks `closed` while it holds the lock under which it enqueues, and waits without it. So once the
+    gate is closed and every lock was taken once (`Group.quiesce`), what is enqueued is what the drain sees.
+
+    Attributes:
+        closed: Whether work must wait, except for what a running work's own callback issues.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._closers: list[int] = []  # threads
+        self._changed = threading.Condition()
+
+    def is_mine(self) -> bool:
+        """Say whether the calling thread has closed it; a callback that runs in its drain may issue."""
+        return threading.get_ident() in self._closers
+
+    def wait(self, timeout_s: float, what: str) -> None:
+        """Block until the gate is open.
+
+        Raises:
+            DrainTimeout: It is still closed after ``timeout_s``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.closed, min(timeout_s, threading.TIMEOUT_MAX)):
+                msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
+                raise DrainTimeout(msg)
+
+    def close(self) -> None:
+        """Close it until `open`; several threads may at once."""
+        with self._changed:
+            self._closers.append(threading.get_ident())
+            self.closed = True
+
+    def open(self) -> None:
+        """Undo this thread's `close`."""
+        with self._changed:
+            self._closers.remove(threading.get_ident())
+            self.closed = bool(self._closers)
+            self._changed.notify_all()
+
+
+gate = Gate()
+# held by whoever asks CUDA about events, and while a capture begins: an event query kills a capture in global mode
+polling = threading.RLock()
+_captures: dict[int, weakref.ref[Any]] = {}
+
+
+def capturing() -> bool:
+    """Say whether any CUDA graph capture is under way in this process; CUDA must not be asked about events then."""
+    return bool(_captures)
+
+
+def capture_began(capture: object) -> None:
+    """Note that a capture begins; if the object goes, it has ended."""
+    key = id(capture)
+    _captures[key] = weakref.ref(capture, lambda _: _captures.pop(key, None))
+
+
+def capture_ended(capture: object) -> None:
+    """Note that a capture has ended, well or not; nothing happens when it had not begun."""
+    _captures.pop(id(capture), None)
+
+
 def wait_for_all_pending_works(timeout_s: float) -> None:
     """Block until no live group has work enqueued.
 
     **Local:** but it returns only when the other ranks issue what this rank's works wait for. The works stay
-    un-waited: this waits for completion and consumes nothing.
+    un-waited: this waits for completion and consumes nothing. Other threads' new works wait until it returns. Not
+    allowed during a capture of the calling thread's own stream, which it could not wait for.
 
     Args:
         timeout_s: Seconds for all groups together.
 
     Raises:
-        DrainTimeout: The deadline passed; names the group, operation, sequence number and age.
+        DrainTimeout: The deadline passed; names the group, operation, sequence number, shape and age.
+        CommunicatorAborted: A group was aborted; names it.
+    """
+    close_and_drain(timeout_s, "wait_for_all_pending_works")
+    gate.open()
+
+
+def close_and_drain(timeout_s: float, what: str) -> None:
+    """Wait as `wait_for_all_pending_works` does, with the gate closed, and leave it closed unless this raises.
+
+    **Local:** the same thread opens the gate.
     """
     deadline = time.monotonic() + timeout_s
+    gate.close()
+    try:
+        while not all(group.is_idle() for group in list(_groups.values())):
+            _drain(deadline, timeout_s, what)  # and look again: a callback may have issued
+    except BaseException:
+        gate.open()
+        raise
+
+
+def _drain(deadline: float, timeout_s: float, what: str) -> None:
     for group in groups():
+        group.quiesce()
         while pending := group.pending_works():
-            oldest = pending[0]
-            try:
-                oldest.block(max(0.0, deadline - time.monotonic()))
-            except TimeoutError:
-                age = time.monotonic() - oldest.issued_at
-                msg = (
-                    f"wait_for_all_pending_works: {len(pending)} pending after {timeout_s:g} s on {group.describe()}, "
-                    f"the oldest {oldest.op} (seq {oldest.seq}), issued {age:.1f} s ago; a rank has not issued it"
-                )
-                raise DrainTimeout(msg) from None
+            _wait(group, pending, deadline, timeout_s, what)
+
+
+def _wait(group: Group, pending: Sequence[Completion], deadline: float, timeout_s: float, what: str) -> None:
+    oldest = pending[0]
+    try:
+        oldest.block(max(0.0, deadline - time.monotonic()))
+    except TimeoutError:
+        age = time.monotonic() - oldest.issued_at
+        msg = (
+            f"{what}: {len(pending)} pending after {timeout_s:g} s on {group.describe()}, the oldest {oldest.op} "
+            f"(seq {oldest.seq}), issued {age:.1f} s ago; a rank has not issued it"
+        )
+        raise DrainTimeout(msg) from None

@@ -14,7 +14,7 @@ from hpc_inflight import _mpi, group_set
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 from hpc_inflight._c10d_issue import Issuer
-from hpc_inflight.errors import InvalidArgumentError
+from hpc_inflight.errors import InflightError, InvalidArgumentError
 from hpc_inflight.work import Completion, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -225,12 +225,15 @@ class ProcessGroupInflight(Issuer):
         """Return on no rank before all have entered.
 
         Once a group has used CUDA tensors, entering means that all its operations on them and the work of the
-        current stream are complete: the host blocks for that, too. The ranks themselves meet over MPI.
+        current stream are complete: the host blocks for that, too. The ranks themselves meet over MPI. In a CUDA graph
+        capture it is a small collective of the graph instead, and nobody blocks.
         """
         comm, opts = self._open_mpi("barrier"), forms.options(opts)
         seconds = compat.timeout_s(opts.timeout if timeout is None and opts is not None else timeout, self._timeout_s)
         operations = [comm.barrier(seconds)]
         if self._nccl is not None:
+            if self._nccl.capturing():
+                return self._nccl.captured_barrier()
             operations.insert(0, self._nccl.fence(seconds))
         return self._issue(comm, "barrier", operations, (), opts, timeout)
 
@@ -307,17 +310,59 @@ class ProcessGroupInflight(Issuer):
             if _mpi.started():
                 self._comm.shutdown(self._timeout_s)
 
-    def abort(self) -> None:
-        """Stop accepting operations without waiting for pending ones; MPI cannot cancel those.
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Return the group's world ranks, and how many groups with those came before it on each of them."""
+        return self._comm.key
 
-        **Local:** what is enqueued and not running fails; the communicator is left to MPI's own end.
+    def issued(self, device_type: str) -> int:
+        """Return how many collectives on tensors of a type of device this rank has issued."""
+        return self._comm.seq if device_type == "cpu" else 0 if self._nccl is None else self._nccl.seq
+
+    def op_of(self, seq: int, device_type: str) -> str:
+        """Return the name of a recent collective by its number; empty when it is unknown."""
+        return self._called if seq == self.issued(device_type) else ""
+
+    def failed(self) -> tuple[Completion, float] | None:
+        """Return the first enqueued operation on CPU tensors that has failed, if any has, and when."""
+        return self._comm.failed
+
+    def check(self) -> None:
+        """Raise what NCCL has found wrong since, without waiting for anything."""
+        if self._nccl is not None and not self._closed:
+            self._nccl.check()
+
+    def running(self) -> tuple[str, int, float, float] | None:
+        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+        began = self._comm.called_at
+        return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
+
+    def is_idle(self) -> bool:
+        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
+        return bool(self._closed) or (self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()))
+
+    def quiesce(self) -> None:
+        """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""
+        if not self._closed:
+            self._comm.quiesce()
+            if self._nccl is not None:
+                self._nccl.quiesce()
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """Fail everything that is pending and refuse what comes.
+
+        **Local:** whoever waits raises at once. An MPI call that runs cannot be cancelled; it is left to the end of the
+        process, and so are its tensors.
+
+        Args:
+            error: Why the group failed, which everyone raises; it stays listed until it is destroyed, and no capture
+                begins meanwhile. Without one, the program itself gave the group up.
         """
         if not self._closed:
-            self._closed = _DESTROYED
-            group_set.discard(self._ticket)
             if self._nccl is not None:
-                self._nccl.abort()
-            self._comm.abort()
+                self._nccl.abort(error)
+            self._comm.abort(error)
+            if error is None:
+                group_set.discard(self._ticket)
 
     def _peer(self, call: str, rank: int) -> int:
         if not 0 <= rank < self._size:

@@ -31,6 +31,7 @@ _REQUEST_TAG = 1
 _FIRST_REPLY_TAG = 2
 _TAGS = 30000  # below every MPI library's limit
 _GRACE_S = 10.0  # past a request's own deadline, before its server counts as gone
+_LAST_CALL_S = 60.0  # for the server to see that it should stop: milliseconds, unless the machine stalls
 _IDLE_SLEEP_S = 2e-3  # the server's longest sleep: the latency of the first request after a pause
 
 
@@ -255,8 +256,9 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
         together = _mpi.poll(request.Test, timeout_s)
         self._stop.set()
         if self._server is not None:
-            self._server.join(1.0)
-        if together:
+            self._server.join(_LAST_CALL_S)
+        # what still runs must not meet a communicator that is gone
+        if together and (self._server is None or not self._server.is_alive()):
             self._reap()
             self._comm.Free()
         return together

@@ -41,9 +41,12 @@ class Completion:
         issued_at: ``time.monotonic()`` when it was issued.
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
+        raised: Somebody was told so, by ``wait`` or by a future.
+        device_type: Of the tensors; each type of device has sequence numbers of its own.
     """
 
-    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "seq", "timeout_s")
+    device_type = "cpu"
+    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "raised", "seq", "timeout_s")
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
         self.op = op
@@ -53,6 +56,7 @@ class Completion:
         self.issued_at = time.monotonic()
         self.completed = False
         self.exception: BaseException | None = None
+        self.raised = False
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
         # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
         self._done = _thread.allocate_lock()
@@ -69,22 +73,40 @@ class Completion:
             leave: Takes the operation off its queue: before waiters wake, so that they may run the next one
                 themselves, but after the callbacks, whose operations come before everything that is queued.
         """
-        # without the traceback: its frames hold the tensors, and the error outlives them
-        self.exception = None if exception is None else exception.with_traceback(None)
+        if self._end(exception):
+            if leave is not None:
+                leave()
+            self._done.release()
+        elif leave is not None:  # it was failed meanwhile, and whoever waited has been told
+            leave()
+
+    def fail(self, exception: BaseException) -> None:
+        """Let everyone who waits raise ``exception``, though the operation itself may never end.
+
+        **Local:** any thread; nothing happens when the operation has ended.
+        """
+        if self._end(exception):
+            self._done.release()
+
+    def _end(self, exception: BaseException | None) -> bool:
+        """Mark the operation as ended, once, and run the callbacks of its future."""
         with _future_lock:
+            if self.completed:
+                return False
+            # without the traceback: its frames hold the tensors, and the error outlives them
+            self.exception = None if exception is None else exception.with_traceback(None)
             self.completed = True
             attached, self._future = self._future, None
         if attached is not None:
             self._resolve(*attached)
             attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does
-        if leave is not None:
-            leave()
-        self._done.release()
+        return True
 
     def _resolve(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
         if self.exception is None:
             future.set_result(outputs)
         else:
+            self.raised = True
             future.set_exception(self.exception)
 
     def poll(self) -> bool:
@@ -145,7 +167,7 @@ class CoalescedCompletion(Completion):
     def poll(self) -> bool:
         """Say whether all have ended."""
         if not self.completed and all(part.poll() for part in self._parts):
-            self._end()
+            self._end_all()
         return self.completed
 
     def wait(self, timeout: timedelta) -> None:
@@ -160,13 +182,10 @@ class CoalescedCompletion(Completion):
         for part in self._parts:
             if not part.poll():
                 part.block(max(0.0, deadline - time.monotonic()))
-        self._end()
+        self._end_all()
 
-    def _end(self) -> None:
-        with _future_lock:
-            if not self.completed:
-                self.exception = next((part.exception for part in self._parts if part.exception is not None), None)
-                self.completed = True
+    def _end_all(self) -> None:
+        self._end(next((part.exception for part in self._parts if part.exception is not None), None))
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
         """Return a future that completes with the last of them; its value is the list of all outputs."""
@@ -215,6 +234,7 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
         if registration is not None:
             registration.waited()
         if completion.exception is not None:
+            completion.raised = True
             raise completion.exception.with_traceback(None)  # else every wait would add its frames
         return True
 

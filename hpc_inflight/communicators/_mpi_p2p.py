@@ -72,13 +72,17 @@ class RequestCompletion(Completion):
             requests.discard(self)
         self.finish(error)
 
-    def give_up(self) -> None:
-        """Leave the request to MPI: nobody will wait for it."""
+    def give_up(self, error: BaseException | None) -> None:
+        """Leave the request to MPI: nobody will wait for it, or those who do raise ``error``."""
         with self._lock:
             if not self.completed and self._request is not None:
                 if self.op == "recv":
                     self._request.Cancel()
                 abandon(self._request, self._buffer)
+            if error is not None:
+                self._request = self._buffer = self._after = self._requests = None
+        if error is not None:
+            self.fail(error)
 
     def block(self, seconds: float) -> None:
         """Make progress until the request is complete.
@@ -102,38 +106,41 @@ class Requests:
     """The requests of one group that MPI is not done with, whatever their users dropped."""
 
     def __init__(self) -> None:
-        self._live: dict[RequestCompletion, None] = {}  # a set that keeps the order of issue
+        self.live: dict[RequestCompletion, None] = {}  # a set that keeps the order of issue
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
 
     def add(self, completion: RequestCompletion) -> None:
-        """Keep a request until it is complete; sweeps those that are, so that dropped ones do not pile up."""
-        if self._live:
-            self.sweep()
-        self._live[completion] = None
+        """Keep a request until it is complete."""
+        self.live[completion] = None
 
     def discard(self, completion: RequestCompletion) -> None:
         """Let go of a complete request."""
-        self._live.pop(completion, None)
+        self.live.pop(completion, None)
 
     def sweep(self) -> None:
-        """Test every request once, oldest first, up to the first few that are still in flight."""
+        """Test every request once, oldest first, up to the first few that are still in flight.
+
+        Called before each one is added, so that dropped ones do not pile up.
+        """
         still = 0
-        for completion in list(self._live):
+        for completion in list(self.live):
             still += not completion.poll()
             if still > 4:  # noqa: PLR2004  # bounds the cost of issuing; the rest come next time
                 return
 
     def pending(self) -> list[Completion]:
         """Return what is not complete, oldest first."""
-        if self._live:
+        if self.live:
             self.sweep()
-        return list(self._live)
+        return list(self.live)
 
-    def give_up(self) -> None:
+    def give_up(self, error: BaseException | None = None) -> None:
         """Cancel what can be, and keep the rest and its buffers until MPI is done with them, beyond the group."""
-        for completion in list(self._live):
-            completion.give_up()
+        for completion in list(self.live):
+            completion.give_up(error)
+            if error is not None:
+                self.discard(completion)
 
     def progress(self) -> None:
         """Start a thread that tests the requests until none is left, unless one runs."""
@@ -144,10 +151,10 @@ class Requests:
 
     def _run(self) -> None:
         while True:
-            for completion in list(self._live):
+            for completion in list(self.live):
                 completion.poll()
             with self._lock:  # with the lock: `progress` must not take a thread that is ending for a running one
-                if not self._live:
+                if not self.live:
                     self._thread = None
                     return
             time.sleep(_PROGRESS_SLEEP_S)

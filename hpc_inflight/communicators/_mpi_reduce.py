@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpi4py import MPI
 
     from hpc_inflight.communicators.base import Operation, Reduction
+    from hpc_inflight.errors import InflightError
 
 SPARE_TAGS = 4
 
@@ -42,12 +43,12 @@ class Reducer:
         # rest for the NCCL communicator of the same group
         self.own_tag: int = (comm.Get_attr(_mpi.mpi().TAG_UB) or 32767) - 2 - SPARE_TAGS
         self._narrower = _mpi_narrow.Narrow(comm, self.own_tag)
-        self._unusable = ""  # why, once it is
+        self._unusable: InflightError | None = None  # why, once it is
         self._in_place = _mpi.mpi().IN_PLACE
         self._plans: dict[tuple[str, torch.dtype], _Plan] = {}
         self._checker = Checker(comm, name) if config().debug else None
 
-    def give_up(self, reason: str) -> None:
+    def give_up(self, reason: InflightError) -> None:
         """Refuse every later operation: after a deadline the ranks may be at different operations."""
         self._unusable = self._unusable or reason
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
-
-from hpc_inflight.errors import GroupDestroyedError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -34,11 +33,12 @@ class Worker:
         self._name = name
         self._max_pending = max_pending
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
-        self._pending: deque[Completion] = deque()
+        self.queued: deque[Completion] = deque()  # and what runs, which is the first
         self._executing = threading.Lock()  # held while an MPI collective of this group runs
         self._thread: threading.Thread | None = None
         self._start_lock = threading.Lock()
-        self._aborted = ""
+        self.failed: tuple[Completion, float] | None = None  # the first whose operation failed, and when
+        self._aborted: BaseException | None = None
 
     def is_current(self) -> bool:
         """Say whether the caller is the worker thread itself, in a callback."""
@@ -54,7 +54,7 @@ class Worker:
         Returns:
             False when they must be enqueued behind what is.
         """
-        if (self._pending and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
+        if (self.queued and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
             return False
         try:
             for operation in operations:
@@ -71,9 +71,9 @@ class Worker:
 
     def wait_for_room(self, timeout_s: float) -> None:
         """Wait for the oldest while ``max_pending`` are enqueued: tensors held stay bounded when the host is ahead."""
-        while len(self._pending) >= self._max_pending:
+        while len(self.queued) >= self._max_pending:
             with contextlib.suppress(IndexError):  # it may be gone by now
-                self._pending[0].block(timeout_s)
+                self.queued[0].block(timeout_s)
 
     def submit(self, completion: Completion, operations: Sequence[Operation]) -> None:
         """Enqueue operations.
@@ -83,7 +83,7 @@ class Worker:
         """
         if self._thread is None:
             self._start()
-        self._pending.append(completion)
+        self.queued.append(completion)
         self._queue.put((completion, operations))
 
     def _start(self) -> None:
@@ -98,18 +98,20 @@ class Worker:
         while (job := self._queue.get()) is not None:
             completion, operations = job
             error = self._run(operations)
+            if error is not None and self.failed is None:
+                self.failed = completion, time.monotonic()
             # nothing here may outlive the job: these hold the tensors
             del job, operations
             completion.finish(error, self._leave)
             del completion, error
 
     def _leave(self) -> None:
-        self._pending.popleft()
+        self.queued.popleft()
 
     def _run(self, operations: Sequence[Operation]) -> BaseException | None:
         # a frame of its own: in the loop's, the last operation would hold its tensors until the next job
-        if self._aborted:
-            return GroupDestroyedError(self._aborted)
+        if self._aborted is not None:
+            return self._aborted
         with self._executing:
             try:
                 for operation in operations:
@@ -119,15 +121,17 @@ class Worker:
         return None
 
     def pending(self) -> list[Completion]:
-        """Return what is enqueued or running, oldest first."""
-        return list(self._pending)
+        """Return what is enqueued or running, oldest first; not what was failed and only MPI is not done with."""
+        return [completion for completion in list(self.queued) if not completion.completed]
 
     def stop(self) -> None:
         """End the thread once it has run what is enqueued; does not wait for it."""
         if self._thread is not None:
             self._queue.put(None)
 
-    def abort(self, reason: str) -> None:
-        """End the thread after what is running; what is enqueued fails with ``reason``."""
-        self._aborted = reason
+    def abort(self, error: BaseException) -> None:
+        """End the thread after what is running, which MPI cannot cancel; all that is enqueued or runs fails."""
+        self._aborted = error
         self.stop()
+        for completion in list(self.queued):
+            completion.fail(error)

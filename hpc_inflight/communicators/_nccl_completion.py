@@ -6,6 +6,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, Protocol
 
+from hpc_inflight import group_set
 from hpc_inflight._mpi import poll
 from hpc_inflight._torch_compat import NO_TIMEOUT, timeout_s
 from hpc_inflight.errors import CollectiveTimeout, InflightError
@@ -51,6 +52,7 @@ class StreamCompletion(Completion):
         source: The rank that a receive is from; set for those alone.
     """
 
+    device_type = "cuda"
     __slots__ = ("_issuer", "_keep", "_stream", "captured", "event", "source")
 
     def __init__(  # the base's arguments and these
@@ -65,6 +67,7 @@ class StreamCompletion(Completion):
         self.completed = False
         self.captured = False
         self.exception: BaseException | None = None
+        self.raised = False
         self.source: int
         self._future = None
         self._stream = stream
@@ -85,15 +88,22 @@ class StreamCompletion(Completion):
         if leave is not None:
             leave()
 
+    def fail(self, exception: BaseException) -> None:
+        """Let everyone who waits raise ``exception``; its tensors stay, since the device may not be through with it."""
+        keep = self._keep
+        if not self.completed:
+            self.finish(exception)
+            self._keep = keep
+
     def poll(self) -> bool:
         """Say whether the device is through with it; False while a capture forbids to ask."""
         if self.completed:
             return True
-        runtime = self._stream.runtime
-        if runtime.captures or runtime.capturing():
-            return False
         if self.captured:
             return True
+        runtime = self._stream.runtime
+        if group_set.capturing() or runtime.capturing():
+            return False  # an event query from any thread ends a capture in global mode
         try:
             if runtime.event_done(self.event):
                 self.finish()
@@ -156,6 +166,7 @@ class StreamCompletion(Completion):
 
     def _settle(self, future: torch.futures.Future[Any], outputs: list[torch.Tensor]) -> None:
         if self.exception is not None:
+            self.raised = True
             future.set_exception(self.exception)
         else:
             self._stream.resolve(future, outputs, self.event)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
 from hpc_inflight.dtypes import NCCL_UINT8
-from hpc_inflight.errors import InflightError, NCCLError
+from hpc_inflight.errors import CaptureError, InflightError, NCCLError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,20 +88,29 @@ class Pair:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def issue(self, message: Message) -> StreamCompletion:
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
 
         Raises:
             InflightError: The pair could not be connected before.
+            CaptureError: It is not connected, and ``captured`` says that a graph takes the message.
         """
         with self._lock:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             if self._queue is None:
                 completion = message.completion(self.stream)
+                completion.captured = captured
                 self.stream.launch(completion, [self._launch(message)], message.caller)
-                self.stream.add(completion)
+                if not captured:
+                    self.stream.add(completion)
                 return completion
+            if captured:
+                msg = (
+                    f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
+                    "graph can do; exchange one message between them before the capture"
+                )
+                raise CaptureError(msg)
             late = message.late(self.stream, self._until)
             event = self.stream.new_event()
             self.stream.runtime.event_record(event, message.caller)
@@ -174,12 +183,16 @@ class Loopback:
     def stop(self, timeout_s: float) -> None:
         """Do nothing: there is nothing to connect."""
 
-    def issue(self, message: Message) -> StreamCompletion:
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
         """Copy, if the other end was issued before, or have it copied then.
 
         Raises:
             InflightError: The two ends differ in size.
+            CaptureError: ``captured`` says that a graph takes the message.
         """
+        if captured:
+            msg = f"{message.op} on group {message.group}: a message to oneself cannot be captured; copy the tensor"
+            raise CaptureError(msg)
         runtime, stream = self.stream.runtime, self.stream
         other = "recv" if message.op == "send" else "send"
         with self._lock:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     import torch
 
+    from hpc_inflight.errors import InflightError
     from hpc_inflight.work import Completion
 
 # for MPI it takes nothing; for NCCL the raw stream, and it may return what has to follow on that stream
@@ -117,8 +118,17 @@ class Communicator(Protocol):
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> Communicator:
         """Make a communicator of some of the group's ranks; collective over those only."""
 
-    def abort(self) -> None:
-        """Fail what is pending as far as that is possible and refuse the rest; local, releases nothing."""
+    def is_idle(self) -> bool:
+        """Say whether nothing is pending and nothing has failed, once those that were enqueuing have done so.
+
+        Cheap, and never wrong about what is idle: it may take something for pending that has just completed.
+        """
+
+    def quiesce(self) -> None:
+        """Return once every thread that was enqueuing has done so; raises `CommunicatorAborted` after an abort."""
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """Fail what is pending, also with everyone who waits, and refuse the rest; local, releases nothing."""
 
     def shutdown(self, timeout_s: float) -> None:
         """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""

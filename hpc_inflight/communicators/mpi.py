@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpc_inflight import _mpi
+from hpc_inflight import _mpi, group_set
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_barrier
 from hpc_inflight.communicators import _mpi_buffers as buf
@@ -18,18 +20,24 @@ from hpc_inflight.communicators._mpi_move import Mover
 from hpc_inflight.communicators._mpi_p2p import RequestCompletion, Requests
 from hpc_inflight.communicators._mpi_worker import Worker
 from hpc_inflight.config import config
-from hpc_inflight.errors import DrainTimeout, GroupDestroyedError, InvalidArgumentError
+from hpc_inflight.errors import (
+    CommunicatorAborted,
+    DrainTimeout,
+    GroupDestroyedError,
+    InflightError,
+    InvalidArgumentError,
+)
 from hpc_inflight.work import Completion, DoneWork, Work
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from mpi4py import MPI
 
     from hpc_inflight.communicators.base import Operation
 
-DESTROYED = "was destroyed; make a new group, or issue before destroying it"
 _DONE = DoneWork()
+_made: Counter[tuple[int, ...]] = Counter()  # groups by their ranks
 
 
 class MPICommunicator(Mover):
@@ -49,8 +57,31 @@ class MPICommunicator(Mover):
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
+        self._nth = _made[self.global_ranks]
+        _made[self.global_ranks] += 1
+        self.called_at = 0.0  # when an operation began that runs in its caller; 0 when none does
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()
+        # nothing can make a thread raise that is inside MPI, so a program that lives on after a deadline waits outside
+        self._never_in_caller = config().on_timeout == "raise" and not self._inline_only
+
+    @functools.cached_property
+    def global_ranks(self) -> tuple[int, ...]:
+        """The world ranks of the group's ranks, in its order."""
+        group, world = self.comm.group, self._mpi.COMM_WORLD.group
+        ranks = tuple(group.Translate_ranks(list(range(self.size)), world))
+        group.Free()
+        return ranks
+
+    @functools.cached_property
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """The group's world ranks, and how many groups with those were made before it: the same on every member."""
+        return self.global_ranks, self._nth
+
+    @property
+    def failed(self) -> tuple[Completion, float] | None:
+        """The first enqueued operation that has failed, if any has, and when (``time.monotonic()``)."""
+        return self._worker.failed
 
     # issuing ------------------------------------------------------------------------------------------------
 
@@ -58,8 +89,16 @@ class MPICommunicator(Mover):
         """See `Communicator.run_now`."""
         if self._unusable:
             self._refuse()
-        if not self._worker.run_inline(operations, wait_turn=self._inline_only):
+        if self._never_in_caller and not self._worker.is_current():
             return None
+        self.called_at = time.monotonic()
+        try:
+            if not self._worker.run_inline(operations, wait_turn=self._inline_only):
+                return None
+        finally:
+            self._nth = _made[self.global_ranks]
+        _made[self.global_ranks] += 1
+        self.called_at = 0.0
         self.seq = next(self._numbers)
         return _DONE
 
@@ -70,13 +109,39 @@ class MPICommunicator(Mover):
         if self._inline_only or self._worker.is_current():
             return Work(self._run_at_once(op, operations, timeout_s), outputs)
         self._worker.wait_for_room(timeout_s)
-        with self._issue_lock:
+        self._begin_enqueuing(op, timeout_s)
+        try:
             if self._unusable:
                 self._refuse()
             self.seq = next(self._numbers)
             completion = Completion(op, self.name, self.seq, timeout_s)
             self._worker.submit(completion, operations)
+        finally:
+            self._issue_lock.release()
         return Work(completion, outputs)
+
+    def _begin_enqueuing(self, op: str, timeout_s: float) -> None:
+        """Take the issue lock, once no other thread drains; see `group_set.Gate`."""
+        gate = group_set.gate
+        while True:
+            self._issue_lock.acquire()
+            # what a callback in the worker issues is part of the work that the drain waits for
+            if not gate.closed or gate.is_mine() or self._worker.is_current():
+                return
+            self._issue_lock.release()
+            gate.wait(timeout_s, f"{op} on group {self.name}")
+
+    def is_idle(self) -> bool:
+        """See `Communicator.is_idle`."""
+        with self._issue_lock:
+            return not (self._worker.queued or self._requests.live or self._unusable)
+
+    def quiesce(self) -> None:
+        """See `Communicator.quiesce`."""
+        with self._issue_lock:
+            pass
+        if self._unusable is not None:
+            raise CommunicatorAborted(str(self._unusable)) from self._unusable
 
     def _run_at_once(self, op: str, operations: Sequence[Operation], timeout_s: float) -> Completion:
         if self._unusable:
@@ -92,7 +157,8 @@ class MPICommunicator(Mover):
         return completion
 
     def _refuse(self) -> NoReturn:
-        raise GroupDestroyedError(f"group {self.name} {self._unusable}")
+        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have looked
+        raise type(self._unusable)(str(self._unusable))
 
     def monitored_barrier(self, timeout_s: float, *, all_ranks: bool) -> None:
         """Block until all ranks have come, or name who has not; see `_mpi_barrier.monitored`."""
@@ -106,8 +172,8 @@ class MPICommunicator(Mover):
         with torch.inference_mode():
             source = layout.source(tensor)
         completion = RequestCompletion("send", self.name, next(self._p2p_numbers), timeout_s, source, None)
-        request = self.comm.Isend(buf.move_buffer(source), dst, tag)
-        return self._start(completion, request, [])
+        buffer = buf.move_buffer(source)
+        return self._start(completion, lambda: self.comm.Isend(buffer, dst, tag), [])
 
     def recv(self, tensor: torch.Tensor, src: int | None, tag: int, timeout_s: float) -> Work:
         """See `Communicator.recv`."""
@@ -121,13 +187,17 @@ class MPICommunicator(Mover):
                 layout.unflatten(target, [tensor])
 
         completion = RequestCompletion("recv", self.name, next(self._p2p_numbers), timeout_s, target, after)
-        source = self._mpi.ANY_SOURCE if src is None else src
-        request = self.comm.Irecv(buf.move_buffer(target), source, tag)
-        return self._start(completion, request, [tensor])
+        source, buffer = self._mpi.ANY_SOURCE if src is None else src, buf.move_buffer(target)
+        return self._start(completion, lambda: self.comm.Irecv(buffer, source, tag), [tensor])
 
-    def _start(self, completion: RequestCompletion, request: Any, outputs: list[torch.Tensor]) -> Work:
-        completion.start(request, self._requests)
-        self._requests.add(completion)
+    def _start(self, completion: RequestCompletion, call: Callable[[], Any], outputs: list[torch.Tensor]) -> Work:
+        self._requests.sweep()
+        self._begin_enqueuing(completion.op, completion.timeout_s)
+        try:
+            completion.start(call(), self._requests)
+            self._requests.add(completion)
+        finally:
+            self._issue_lock.release()
         return Work(completion, outputs)
 
     @property
@@ -147,8 +217,9 @@ class MPICommunicator(Mover):
         """See `Communicator.shutdown`; raises `DrainTimeout` when works are still pending at the deadline."""
         deadline = time.monotonic() + timeout_s
         with self._issue_lock:
-            in_step = not self._unusable
-            self.give_up(DESTROYED)
+            in_step = self._unusable is None
+            text = f"group {self.name} was destroyed; make a new group, or issue before destroying it"
+            self.give_up(GroupDestroyedError(text))
         try:
             while pending := self.pending_works():
                 pending[0].block(max(0.0, deadline - time.monotonic()))
@@ -158,17 +229,19 @@ class MPICommunicator(Mover):
             raise DrainTimeout(msg) from None
         finally:
             self._worker.stop()
+        if not in_step:
+            return  # MPI may still be in one of its calls; what it holds goes with the process
         with self._worker.turn():  # another thread may be in a call that began before
             if self._checker is not None:
                 self._checker.free()
-            if in_step:
-                self.comm.Free()
+            self.comm.Free()
 
-    def abort(self) -> None:
+    def abort(self, error: InflightError | None = None) -> None:
         """See `Communicator.abort`."""
-        self.give_up("was aborted; make a new group")
-        self._worker.abort(f"group {self.name} was aborted before this ran")
-        self._requests.give_up()
+        error = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
+        self.give_up(error)
+        self._worker.abort(error)
+        self._requests.give_up(error)
 
     # checks -------------------------------------------------------------------------------------------------
 

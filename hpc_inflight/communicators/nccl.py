@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_inflight import _cupy, _mpi
+from hpc_inflight import _cupy, _mpi, group_set
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
@@ -17,9 +17,12 @@ from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
 from hpc_inflight.communicators._nccl_move import Mover
 from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
 from hpc_inflight.communicators._nccl_stream import LARGE, Stream, run_here
+from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
+    CaptureError,
     CollectiveTimeout,
+    CommunicatorAborted,
     DrainTimeout,
     GroupDestroyedError,
     InflightError,
@@ -41,6 +44,7 @@ if TYPE_CHECKING:
 OWN_TAGS = 2 * TAGS  # that the group's MPI communicator keeps for this module
 _END_S = 10.0  # for NCCL to destroy or abort a communicator
 _DONE = DoneWork()
+_left_behind: list[list[Stream]] = []
 _log = logging.getLogger(__name__)
 
 
@@ -90,7 +94,7 @@ class NCCLCommunicator(Mover):
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)  # next() of it is atomic
         self._p2p_numbers = itertools.count(1)
-        self._unusable = ""
+        self._unusable: InflightError | None = None  # why, once it is
         self._stopping = False  # nothing is waited for any more
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
@@ -101,6 +105,7 @@ class NCCLCommunicator(Mover):
         self._block_outputs: list[torch.Tensor] = []
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
+            self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
 
     def _new_stream(self, nccl: Any) -> Stream:
         return Stream(self.runtime, self._index, functools.partial(self.runtime.check, nccl))
@@ -111,6 +116,8 @@ class NCCLCommunicator(Mover):
         """Launch operations on the current stream; see `Communicator.run_now`."""
         if self._unusable:
             self._refuse()
+        if self._stream.pending and self._capturing():
+            self._check_capture("a synchronous collective")
         index = self._index
         if self._current_device() != index:
             with self.runtime.on_device(index), self._stream.lock:
@@ -146,16 +153,36 @@ class NCCLCommunicator(Mover):
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
         # the legacy default stream, of handle 0, cannot be captured
         if caller and self._capturing():
+            self._check_capture(completion.op)
             completion.captured = True
             self._stream.launch(completion, operations, caller)
             return
+        self._wait_for_gate(completion.op, completion.timeout_s)
         try:
             self._stream.launch(completion, operations, caller)
         finally:
             self._stream.pending.append(completion)  # also when it failed: a part may have been launched
 
+    def _wait_for_gate(self, op: str, timeout_s: float) -> None:
+        """Wait while another thread drains all groups; see `group_set.Gate`."""
+        gate = group_set.gate
+        while gate.closed and not gate.is_mine():
+            gate.wait(timeout_s, f"{op} on group {self.name}")
+
+    def _check_capture(self, op: str) -> None:
+        """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
+        # without asking the device, which a capture forbids; the drain at its beginning has asked
+        if count := sum(not work.completed for stream in self._streams() for work in list(stream.pending)):
+            msg = (
+                f"{op} on group {self.name}: captured while {count} of its operations are enqueued; begin the capture "
+                "with torch.cuda.graph or hpc_inflight.graph, which wait for them first, and issue nothing on this "
+                "group from elsewhere until it has ended"
+            )
+            raise CaptureError(msg)
+
     def _refuse(self) -> NoReturn:
-        raise GroupDestroyedError(f"group {self.name} {self._unusable}")
+        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have looked
+        raise type(self._unusable)(str(self._unusable))
 
     # blocks of calls ----------------------------------------------------------------------------------------
 
@@ -233,8 +260,12 @@ class NCCLCommunicator(Mover):
             if len(pair.stream.pending) >= pair.stream.look_at:
                 pair.stream.look_after(self._max_pending, timeout_s)
             caller = runtime.current_stream(index)
-            address, nbytes = value.data_ptr(), value.nbytes
-            return pair.issue(Message(op, self.name, seq, timeout_s, address, nbytes, after, keep, caller))
+            message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
+            if caller and self._capturing():
+                self._check_capture(op)
+                return pair.issue(message, captured=True)
+            self._wait_for_gate(op, timeout_s)
+            return pair.issue(message)
 
     def _pair(self, op: str, peer: int) -> Pair | Loopback:
         key = (self.rank, peer) if op == "send" else (peer, self.rank)
@@ -283,13 +314,19 @@ class NCCLCommunicator(Mover):
             found += [completion for completion in list(stream.pending) if not completion.poll()]
         return sorted(found, key=lambda completion: completion.issued_at)
 
+    def capturing(self) -> bool:
+        """Say whether the current stream is being captured into a CUDA graph."""
+        return bool(self._capturing())
+
+    def captured_barrier(self) -> DoneWork:
+        """Capture a collective of one element on the current stream, which no replay passes before all have come."""
+        return self.run_now([self.all_reduce(self._token, Reduction("SUM"))])
+
     def fence(self, timeout_s: float) -> Operation:
         """Return what blocks the host until all that was issued so far is complete, and the current stream's work.
 
-        A barrier promises that to users of c10d. Nothing of it happens while a CUDA graph is captured.
+        A barrier promises that to users of c10d.
         """
-        if self.runtime.capturing():
-            return lambda: None
         works = self.pending_works()
         with self.runtime.on_device(self._index):
             caller = self.runtime.current_stream(self._index)
@@ -310,7 +347,8 @@ class NCCLCommunicator(Mover):
             DrainTimeout: Works were still pending at the deadline; the communicators were aborted.
         """
         deadline = time.monotonic() + timeout_s
-        self._unusable = self._unusable or "was destroyed; make a new group, or issue before destroying it"
+        text = f"group {self.name} was destroyed; make a new group, or issue before destroying it"
+        self._unusable = self._unusable or GroupDestroyedError(text)
         late: CollectiveTimeout | None = None
         try:
             for work in self.pending_works():
@@ -321,11 +359,35 @@ class NCCLCommunicator(Mover):
         if late is not None:
             raise DrainTimeout(f"destroying group {self.name}: {late}") from None
 
-    def abort(self) -> None:
+    def is_idle(self) -> bool:
+        """See `Communicator.is_idle`."""
+        with self._stream.lock:
+            if self._stream.pending or self._unusable is not None:
+                return False
+        return not self._pairs or not any(pair.stream.pending for pair in list(self._pairs.values()))
+
+    def quiesce(self) -> None:
+        """See `Communicator.quiesce`."""
+        for stream in self._streams():
+            with stream.lock:
+                pass
+        if self._unusable is not None:
+            raise CommunicatorAborted(str(self._unusable)) from self._unusable
+
+    def check(self) -> None:
+        """Raise what NCCL has found wrong since."""
+        for stream in self._streams():
+            stream.check()
+
+    def abort(self, error: InflightError | None = None) -> None:
         """End what is running and refuse the rest; see `Communicator.abort`."""
-        if not self._unusable:
-            self._unusable = "was aborted; make a new group"
+        if self._unusable is None:
+            self._unusable = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
+            streams = self._streams()
             self._end(self.runtime.abort)
+            for stream in streams:
+                for completion in list(stream.pending):
+                    completion.fail(self._unusable)
 
     def _end(self, how: Callable[[Any], None]) -> None:
         """Destroy or abort all communicators, in threads: NCCL may never return, and offers no deadline."""
@@ -358,6 +420,7 @@ class NCCLCommunicator(Mover):
                 len(threads),
                 _END_S,
             )
+            _left_behind.append(streams)  # with the tensors that it may still be using
             return
         for stream in streams:
             stream.close()

@@ -2,8 +2,9 @@
 
 Each rank owns whole tables (table-wise sharding). It looks up the rows of the *global* batch in its own tables and an
 all_to_all brings every rank the rows of its slice of the batch from all tables. Eager code issues that exchange; the
-compiled over-arch waits for it. The gradients of the rows travel back the same way. The dense layers are the same on
-every rank and their gradients are averaged.
+compiled over-arch waits for it. The gradients of the rows travel back while the bottom MLP runs its backward
+(`hpc_inflight.PooledEmbeddingsAllToAll` does both). The dense layers are the same on every rank and their gradients
+are averaged, while the tables' are computed.
 """
 
 from __future__ import annotations
@@ -26,17 +27,15 @@ TABLE_INIT_STD = 0.05
 
 
 class TableSharding:
-    """Which rank owns which tables, and the all_to_all splits that follow.
+    """Which rank owns which tables.
 
     Contiguous runs of tables, so that rows received in rank order are in table order for any number of ranks. A
-    rank owns none when there are more ranks than tables; its splits are then zero.
+    rank owns none when there are more ranks than tables.
 
     Attributes:
         counts: Number of tables of each rank.
         own: The tables of this rank.
         own_slice: The part of the global batch that is this rank's.
-        sent_splits: Numbers that go to each rank in the exchange of rows.
-        received_splits: Numbers that come from each rank.
     """
 
     def __init__(self, tables: int, dim: int, local_batch: int, rank: int, world_size: int) -> None:
@@ -49,8 +48,7 @@ class TableSharding:
         self.dim = dim
         self.rank = rank
         self.world_size = world_size
-        self.sent_splits = [local_batch * len(self.own) * dim] * world_size
-        self.received_splits = [local_batch * count * dim for count in self.counts]
+        self.local_batch = local_batch
 
 
 class ShardedEmbeddings(nn.Module):
@@ -65,6 +63,9 @@ class ShardedEmbeddings(nn.Module):
         self.weight = nn.Parameter(torch.cat([torch.empty(0, sharding.dim), *tables]))
         first_rows = [sum(table_rows[sharding.own.start : t]) for t in sharding.own]
         self.register_buffer("first_rows", torch.tensor(first_rows, dtype=torch.int64))
+        # The tables of a rank travel as one feature, which needs no copy.
+        columns = [count * sharding.dim for count in sharding.counts]
+        self._all_to_all = hi.PooledEmbeddingsAllToAll(columns, range(sharding.world_size))
 
     def lookup(self, sparse: torch.Tensor) -> torch.Tensor:
         """Return the rows of the global batch in this rank's tables, shape (global batch, own tables, dim).
@@ -74,36 +75,9 @@ class ShardedEmbeddings(nn.Module):
         own = sparse[:, self.sharding.own.start : self.sharding.own.stop] + cast("torch.Tensor", self.first_rows)
         return nn.functional.embedding(own, self.weight)
 
-    def issue_exchange(self, rows: torch.Tensor) -> torch.Tensor:
-        """Start sending every rank its rows and return the flat buffer that is being received.
-
-        The Work is dropped on purpose: the registry keeps it, and the compiled region finds it by the buffer.
-        """
-        received = rows.new_empty(sum(self.sharding.received_splits))
-        with hi.allow_inflight_collective_as_graph_input():
-            dist.all_to_all_single(
-                received,
-                rows.detach().reshape(-1),
-                self.sharding.received_splits,
-                self.sharding.sent_splits,
-                async_op=True,
-            )
-        return received
-
-    def issue_gradients(self, gradient: torch.Tensor) -> tuple[torch.Tensor, dist.Work]:
-        """Start sending the gradients of received rows back to the ranks that own them.
-
-        Args:
-            gradient: Gradient of the flat buffer of ``issue_exchange``.
-
-        Returns:
-            The flat gradient of this rank's ``lookup``, filled once the returned Work is waited for.
-        """
-        returned = gradient.new_empty(sum(self.sharding.sent_splits))
-        work = dist.all_to_all_single(
-            returned, gradient, self.sharding.sent_splits, self.sharding.received_splits, async_op=True
-        )
-        return returned, cast("dist.Work", work)
+    def issue_exchange(self, rows: torch.Tensor) -> hi.PooledEmbeddingsAwaitable:
+        """Start sending every rank its rows; the compiled region waits for those of this rank's slice."""
+        return self._all_to_all([rows.flatten(1)], [self.sharding.local_batch] * self.sharding.world_size)
 
 
 class OverArch(nn.Module):
@@ -112,7 +86,6 @@ class OverArch(nn.Module):
     def __init__(self, sharding: TableSharding, hidden: Sequence[int]) -> None:
         """Make the interaction and the MLP above it."""
         super().__init__()
-        self.splits = tuple(sharding.received_splits)
         self.counts = tuple(sharding.counts)
         self.dim = sharding.dim
         vectors = 1 + sharding.tables
@@ -121,15 +94,15 @@ class OverArch(nn.Module):
         width = vectors * self.dim + first.numel()
         self.mlp = mlp((width, *hidden, 1))
 
-    def forward(self, bottom: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    def forward(self, bottom: torch.Tensor, rows: hi.PooledEmbeddingsAwaitable) -> torch.Tensor:
         """Return the logits of the local batch.
 
         Args:
             bottom: Output of the bottom MLP, shape (local batch, dim).
-            received: Flat buffer of ``ShardedEmbeddings.issue_exchange``, still in flight.
+            rows: What ``ShardedEmbeddings.issue_exchange`` returned, still in flight.
         """
-        parts = hi.wait_tensor(received).split(self.splits)
-        owned = [part.view(-1, count, self.dim) for part, count in zip(parts, self.counts, strict=True) if count > 0]
+        parts = zip(rows.wait(), self.counts, strict=True)
+        owned = [part.unflatten(1, (count, self.dim)) for part, count in parts if count > 0]
         vectors = torch.cat([bottom.unsqueeze(1), *owned], dim=1)
         dots = torch.bmm(vectors, vectors.transpose(1, 2)).flatten(1)
         dots = dots.index_select(1, cast("torch.Tensor", self.pairs))
@@ -165,43 +138,61 @@ class ShardedDLRM:
     def predict(self, dense: torch.Tensor, sparse: torch.Tensor) -> torch.Tensor:
         """Return the logits of this rank's slice, without gradients; arguments as in ``forward_backward``."""
         with torch.no_grad():
-            received = self.tables.issue_exchange(self.tables.lookup(sparse))
-            logits: torch.Tensor = self._compiled(self.bottom(dense), received)
+            rows = self.tables.issue_exchange(self.tables.lookup(sparse))
+            logits: torch.Tensor = self._compiled(self.bottom(dense), rows)
         return logits
 
     def forward_backward(self, dense: torch.Tensor, sparse: torch.Tensor, late: torch.Tensor) -> torch.Tensor:
         """Leave the gradients of the global mean loss in ``.grad`` and return that loss.
-
-        The autograd graph is cut where tensors cross ranks and at the compiled region's inputs, for each of the
-        pieces to run its backward while the gradients of another are in flight.
 
         Args:
             dense: Dense features of this rank's slice of the global batch.
             sparse: Table rows of the whole global batch.
             late: Labels of this rank's slice.
         """
-        rows = self.tables.lookup(sparse)
-        received = self.tables.issue_exchange(rows).requires_grad_()
-        bottom = self.bottom(dense)
-        bottom_cut = bottom.detach().requires_grad_()
-        loss = nn.functional.binary_cross_entropy_with_logits(self._compiled(bottom_cut, received), late)
+        rows = self.tables.issue_exchange(self.tables.lookup(sparse))
+        logits = self._compiled(self.bottom(dense), rows)
+        # Gradients are summed over the ranks, so each rank's share of the global mean is what is differentiated.
+        loss = nn.functional.binary_cross_entropy_with_logits(logits, late) / self.sharding.world_size
+        total = GradientSum(self.dense_parameters(), loss)
         loss.backward()
+        return total.wait()
 
-        returned, returned_work = self.tables.issue_gradients(_gradient(received))
-        bottom.backward(_gradient(bottom_cut))
-        parameters = self.dense_parameters()
-        # The loss rides along: one all_reduce a step for everything that is averaged.
-        flat = torch.cat([*(_gradient(p).reshape(-1) for p in parameters), loss.detach().reshape(1)])
-        flat_work = cast("dist.Work", dist.all_reduce(flat, async_op=True))
 
-        returned_work.wait()
-        rows.backward((returned / self.sharding.world_size).view_as(rows))
-        flat_work.wait()
-        flat /= self.sharding.world_size
-        averaged = flat[:-1].split([p.numel() for p in parameters])
-        for parameter, gradient in zip(parameters, averaged, strict=True):
+class GradientSum:
+    """Sums the gradients of parameters over the ranks, in one all_reduce issued when the last of them is there.
+
+    That is within the backward, so the backward of what has no such parameter, the tables, runs meanwhile.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], loss: torch.Tensor) -> None:
+        """Wait for a gradient of each of ``parameters``; the sum of ``loss`` over the ranks rides along."""
+        self._parameters = list(parameters)
+        self._loss = loss.detach()
+        self._missing = len(self._parameters)
+        self._hooks = [p.register_post_accumulate_grad_hook(self._ready) for p in self._parameters]
+        self._flat = self._loss
+        self._work: dist.Work | None = None
+
+    def _ready(self, _parameter: torch.Tensor) -> None:
+        self._missing -= 1
+        if self._missing == 0:
+            gradients = [p.grad.reshape(-1) for p in self._parameters if p.grad is not None]
+            self._flat = torch.cat([*gradients, self._loss.reshape(1)])
+            self._work = dist.all_reduce(self._flat, async_op=True)
+
+    def wait(self) -> torch.Tensor:
+        """Leave the sums in ``.grad``, and return that of the losses."""
+        for hook in self._hooks:
+            hook.remove()
+        if self._work is None:
+            message = f"a gradient is expected for every parameter, {self._missing} have none: are they unused?"
+            raise RuntimeError(message)
+        self._work.wait()
+        sums = self._flat[:-1].split([p.numel() for p in self._parameters])
+        for parameter, gradient in zip(self._parameters, sums, strict=True):
             parameter.grad = gradient.view_as(parameter)
-        return flat[-1]
+        return self._flat[-1]
 
 
 def mlp(widths: Sequence[int]) -> nn.Sequential:
@@ -210,14 +201,6 @@ def mlp(widths: Sequence[int]) -> nn.Sequential:
     for before, after in pairwise(widths):
         layers += [nn.Linear(before, after), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
-
-
-def _gradient(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor.grad``, which the backward before has set."""
-    if tensor.grad is None:
-        message = f"a gradient is expected for the tensor of shape {tuple(tensor.shape)}, found none: is it unused?"
-        raise RuntimeError(message)
-    return tensor.grad
 
 
 def _init_table(rows: int, dim: int, seed: int, table: int) -> torch.Tensor:

@@ -78,7 +78,6 @@ class FakeRuntime:
         self.fail: Callable[[str], None] = lambda _name: None
         self.late_s = late_s
         self.device = f"GPU-{id(self):x}"
-        self.captures = 0
         self.events: dict[int, list[int]] = {}
         self.is_capturing = False
         self.nccl_version = 22809
@@ -143,6 +142,10 @@ class FakeRuntime:
         """Copy memory on a stream."""
         self.note("copy", stream)
         self.enqueue(stream, lambda: ctypes.memmove(target, source, nbytes))
+
+    def zeros(self, _index: int) -> torch.Tensor:
+        """Return a tensor of one element."""
+        return torch.zeros(1)
 
     def new_stream(self, _index: int) -> FakeStream:
         """Make a stream."""

@@ -16,6 +16,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -86,7 +87,7 @@ def run_ranks(
     n: int | None,
     argv: Sequence[str],
     *,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     check: bool = False,
@@ -154,7 +155,7 @@ def run_ranks(
 def run_plain(
     argv: Sequence[str],
     *,
-    timeout_s: float = 120,
+    timeout_s: float = 300,
     env: Mapping[str, str] | None = None,
     cwd: str | os.PathLike[str] | None = None,
     check: bool = False,
@@ -335,14 +336,16 @@ def _stop(process: subprocess.Popen[str]) -> tuple[str, str]:
     try:
         return process.communicate(timeout=_TERM_GRACE_S)
     except subprocess.TimeoutExpired:
-        for pid in _session(process.pid):
-            with contextlib.suppress(ProcessLookupError):  # ended by itself, or with its launcher
-                os.kill(pid, signal.SIGKILL)
+        while pids := _session(process.pid):  # again: one may have started another after it was looked for
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):  # ended by itself, or with its launcher
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.01)
     return process.communicate()
 
 
 def _session(session_id: int) -> list[int]:
-    """Return the processes of a session; killpg would miss the ranks, which have groups of their own."""
+    """Return the processes of a session that run; killpg would miss the ranks, which have groups of their own."""
     members = []
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
@@ -352,7 +355,7 @@ def _session(session_id: int) -> list[int]:
             fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
         except OSError:
             continue  # ended meanwhile
-        if int(fields[3]) == session_id:
+        if int(fields[3]) == session_id and fields[0] not in {"Z", "X"}:
             members.append(int(entry.name))
     return members
 

@@ -8,7 +8,9 @@ launcher with ``-x --with-mpi``. Then
 - the session fails when ranks passed different numbers of tests, or none;
 - a failed session ends the job, so that no rank waits for one that stopped;
 - the fixture `fully_collective` fails a test in which ranks issued different numbers of collectives, or which left
-  something registered or pending.
+  something registered or pending;
+- the fixtures `device` and `late` let one test run on CPU tensors or, with ``HPC_INFLIGHT_TEST_DEVICE=cuda``, on
+  tensors of the rank's GPU, with data that arrives late there, too.
 """
 
 from __future__ import annotations
@@ -19,23 +21,28 @@ import os
 import sys
 import threading
 import time
+import traceback
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
 import hpc_inflight as hi
 from hpc_inflight import _mpi, _torch_compat, group_set, work_registry
 from hpc_inflight._torch_compat import sequence_number
 from hpc_inflight.testing.asserts import gather_on_all_ranks
+from hpc_inflight.testing.late import DEVICE_VARIABLE, Late, requested_device_type
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 _TIMER = pytest.StashKey[threading.Timer]()
 _FAILED = pytest.StashKey[bool]()
-_GRACE_S = 3.0  # for the other ranks to print their stacks, too
-_SETTLE_S = 5.0
+_GUARD_S = pytest.StashKey[float]()
+_GRACE_S = 5.0  # for the other ranks to print their stacks, too
+_SETTLE_S = 60.0
+_NOT_SHOWN = {"_pytest", "pluggy", "pytest"}
 
 
 class _Session:
@@ -57,8 +64,7 @@ class _Session:
         os.write(self.stderr, f"[rank {self.comm.rank} of {self.comm.size}] {text}\n".encode())
 
     def deadline_passed(self, nodeid: str, seconds: float) -> None:
-        self.say(f"{nodeid} is not over after {seconds:g} s; stacks of this rank:")
-        faulthandler.dump_traceback(self.stderr, all_threads=True)
+        self.say(f"{nodeid} is not over after {seconds:g} s; stacks of this rank:\n{_stacks()}")
         time.sleep(_GRACE_S)
         self.end_job()
 
@@ -68,6 +74,24 @@ class _Session:
         if self.comm.size > 1:
             self.comm.Abort(1)
         os._exit(1)
+
+
+def _stacks() -> str:
+    """Return where every other thread is, the newest call first.
+
+    Not by faulthandler, which makes several writes of each line: the ranks print at the same moment, and what is more
+    than a few KiB reaches the launcher's output in pieces, with other ranks' between them.
+    """
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    lines = []
+    for ident, frame in sys._current_frames().items():  # noqa: SLF001  # documented
+        if ident == threading.get_ident():
+            continue
+        lines.append(f"Thread {names.get(ident, ident)}:")
+        for called, line in traceback.walk_stack(frame):
+            if str(called.f_globals.get("__name__")).partition(".")[0] not in _NOT_SHOWN:
+                lines.append(f"  {called.f_code.co_filename}, line {line} in {called.f_code.co_name}")
+    return "\n".join(lines)
 
 
 _session: _Session | None = None
@@ -90,9 +114,21 @@ def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
     timer.daemon = True
     timer.start()
     item.stash[_TIMER] = timer
-    # for a rank stuck in C with the GIL held, where the timer's thread cannot run
-    faulthandler.dump_traceback_later(settings.timeout + 2 * _GRACE_S, exit=True, file=_session.stderr)
+    item.stash[_GUARD_S] = settings.timeout + 2 * _GRACE_S
+    _guard(item)
     return True
+
+
+def _guard(item: pytest.Item) -> None:
+    """End a rank that is stuck in C with the GIL held, where the timer's thread cannot run."""
+    if _session is not None and _GUARD_S in item.stash:
+        faulthandler.dump_traceback_later(item.stash[_GUARD_S], exit=True, file=_session.stderr)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Guard once more: a process has one such timer, and with ``faulthandler_timeout`` pytest has taken it since."""
+    _guard(item)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -144,10 +180,27 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 @pytest.fixture(scope="session")
 def world(request: pytest.FixtureRequest) -> Iterator[hi.World]:
     """The world that `hpc_inflight.init` makes, for the whole session."""
-    made = hi.init(timeout_s=60, on_unwaited="ignore")  # every test is looked at by itself
+    # with init's long timeout: pytest-timeout's deadline comes first, and shows more. And every test is looked at by
+    # itself for works that nobody waited for.
+    made = hi.init(device="cpu" if requested_device_type() == "cpu" else None, on_unwaited="ignore")
     yield made
     if not request.session.testsfailed:  # else the others may be elsewhere, and the job ends in a moment
         hi.finalize()
+
+
+@pytest.fixture(scope="session")
+def device(world: hi.World) -> torch.device:
+    """Where tests that run on any device put their tensors: the CPU, or this rank's GPU."""
+    kind = requested_device_type()
+    if kind == "cuda" and world.device.type != "cuda":
+        pytest.fail(f"{DEVICE_VARIABLE}=cuda: this rank has no GPU that torch {torch.__version__} can use")
+    return world.device if kind == "cuda" else torch.device("cpu")
+
+
+@pytest.fixture(scope="session")
+def late(world: hi.World, device: torch.device) -> Late:
+    """What makes the data of rank 0 arrive late on the others, on that device."""
+    return Late(device, world.rank)
 
 
 @pytest.fixture

@@ -130,7 +130,6 @@ def test_functional_with_gradients(
     assert results[1].any()
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize(("backend", "by_name"), [("aot_eager", True), ("inductor", False)])
 def test_functional_with_gradients_compiled(
     backend: str, by_name: bool, gloo: dist.ProcessGroup, ours: dist.ProcessGroup, rank: int, size: int
@@ -149,7 +148,6 @@ def test_functional_with_gradients_compiled(
     torch.testing.assert_close(compiled, eager, rtol=EXACT, atol=EXACT)
 
 
-@pytest.mark.timeout(240)
 def test_c10d_calls_in_a_graph(ours: dist.ProcessGroup, rank: int, size: int) -> None:
     """Dynamo rewrites the synchronous calls of c10d into functional ones."""
 

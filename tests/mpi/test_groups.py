@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import hpc_inflight as hi
 from hpc_inflight._mpi import mpi
-from hpc_inflight.testing import assert_on_all_ranks, gather_on_all_ranks
+from hpc_inflight.testing import assert_on_all_ranks, gather_on_all_ranks, wait_until
 
 
 def test_world_facts(world: hi.World, rank: int, size: int) -> None:
@@ -162,7 +162,7 @@ def test_drain(rank: int, size: int) -> None:
     tensor = torch.full((200_000,), 1.0)
     for _ in range(10):
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, async_op=True)
-    hi.wait_for_all_pending_works(timeout_s=30)
+    hi.wait_for_all_pending_works(timeout_s=60)
     assert not any(group.pending_works() for group in hi.groups())
 
 
@@ -198,7 +198,7 @@ def resident_mib() -> float:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1800)
 def test_five_thousand_groups(size: int) -> None:
     before = len(hi.groups()), threading.active_count()
     for i in range(5000):
@@ -211,8 +211,7 @@ def test_five_thousand_groups(size: int) -> None:
             dist.all_reduce(tensor, group=group, async_op=True).wait()
             assert tensor.item() == size
         dist.destroy_process_group(group)
-    time.sleep(0.1)
     assert len(hi.groups()) == before[0]
-    assert threading.active_count() <= before[1]
+    wait_until(lambda: threading.active_count() <= before[1])  # a destroyed group's thread ends by itself
     # a communicator that stays costs Open MPI about 50 KiB: 4,500 of them would be past 200 MiB
     assert resident_mib() - resident < 64

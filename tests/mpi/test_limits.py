@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import time
 from datetime import timedelta
@@ -14,7 +15,10 @@ import torch.distributed as dist
 
 import hpc_inflight as hi
 from hpc_inflight import config as config_module
+from hpc_inflight._mpi import mpi
 from hpc_inflight.communicators import _mpi_buffers
+from hpc_inflight.store import MPIStore
+from hpc_inflight.testing import wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -119,7 +123,7 @@ def test_what_cannot_be_counted_is_refused(size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1800)
 def test_more_than_2_to_the_31_elements(rank: int, size: int) -> None:
     if size > 2:
         pytest.skip("16 GiB of memory are enough for two ranks")
@@ -144,31 +148,37 @@ def test_more_than_2_to_the_31_elements(rank: int, size: int) -> None:
 def test_barrier_gives_up(rank: int, size: int) -> None:
     if size == 1:
         pytest.skip("one rank waits for nobody")
-    with new_group(size, timeout=timedelta(seconds=0.5)) as group:
+    with new_group(size) as group:
+        group.set_timeout(timedelta(seconds=0.5))  # not earlier: it holds for making the group, too
         if rank == 0:
             start = time.monotonic()
             with pytest.raises(hi.CollectiveTimeout, match=r"barrier on group \w+: Timed out after 0.5 s on rank 0"):
                 dist.barrier(group)
-            assert 0.4 < time.monotonic() - start < 5
+            assert time.monotonic() - start >= 0.5
         dist.barrier()
 
 
 def test_monitored_barrier(rank: int, size: int) -> None:
     with new_group(size) as group:
-        group.monitored_barrier(timedelta(seconds=10))
-        group.monitored_barrier(timedelta(seconds=10), wait_all_ranks=True)
+        group.monitored_barrier(timedelta(seconds=60))
+        group.monitored_barrier(timedelta(seconds=60), wait_all_ranks=True)
     if size == 1:
         return
-    late = range(1, size, 2)
-    for all_ranks in (False, True):
+    late, punctual = range(1, size, 2), range(2, size, 2)
+    # rank 0 stops at the first that is late and leaves those after it to their deadlines; or it tells all the others
+    for all_ranks, seconds, reason in ((False, 0.5, "it did not answer"), (True, 60, "another rank did not come")):
         with new_group(size) as group:
             if rank == 0:
+                for other in punctual:
+                    wait_until(functools.partial(group._comm.comm.Iprobe, other, group._comm.own_tag + 1))
                 names = ", ".join(map(str, late)) if all_ranks else "1"
                 with pytest.raises(hi.CollectiveTimeout, match=rf"Ranks? {names} failed to pass"):
                     group.monitored_barrier(timedelta(seconds=0.5), wait_all_ranks=all_ranks)
             elif rank not in late:
-                with pytest.raises(hi.CollectiveTimeout, match=rf"Rank {rank} successfully reached .* from rank 0"):
-                    group.monitored_barrier(timedelta(seconds=3), wait_all_ranks=all_ranks)
+                with pytest.raises(
+                    hi.CollectiveTimeout, match=rf"Rank {rank} successfully reached .* from rank 0: {reason}"
+                ):
+                    group.monitored_barrier(timedelta(seconds=seconds), wait_all_ranks=all_ranks)
             dist.barrier()
 
 
@@ -289,32 +299,43 @@ def test_profiler_may_end_as_soon_as_the_work_is_waited(rank: int, size: int) ->
     assert tensor.unique().tolist() == [1.0]
 
 
-@pytest.mark.mpi(min_size=2)
-def test_the_gil_is_free_while_waiting(rank: int, size: int) -> None:
-    stop, gaps = threading.Event(), [0.0]
-
-    def tick() -> None:
-        last = time.monotonic()
-        while not stop.wait(0.01):
-            now = time.monotonic()
-            gaps.append(now - last)
-            last = now
-
-    thread = threading.Thread(target=tick)
-    thread.start()
-    group = dist.new_group(list(range(size)))
-    late = 0.4 if rank == 0 else 0.0
-    calls: list[Callable[[], object]] = [
-        lambda: dist.all_reduce(torch.ones(4), group=group),
-        lambda: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(),
-        lambda: dist.barrier(group),
-    ]
-    for call in calls:
-        time.sleep(late)
-        call()
-    dist.all_reduce(torch.ones(1_000_000), group=group, async_op=True)
+def all_reduce_and_destroy(group: Any) -> None:
+    dist.all_reduce(torch.ones(4), group=group, async_op=True)
     dist.destroy_process_group(group)
-    stop.set()
-    thread.join()
-    # ranks share few cores: a second beside a 10 ms tick is a held GIL, 100 ms may be the scheduler
-    assert sorted(gaps)[-3] < 0.1, sorted(gaps)[-5:]
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(lambda group: dist.all_reduce(torch.ones(4), group=group), id="all_reduce"),
+        pytest.param(lambda group: dist.all_reduce(torch.ones(4), group=group, async_op=True).wait(), id="wait"),
+        pytest.param(dist.barrier, id="barrier"),
+        pytest.param(all_reduce_and_destroy, id="destroy"),
+    ],
+)
+def test_the_gil_is_free_while_waiting(rank: int, size: int, call: Callable[[Any], object]) -> None:
+    """One rank calls first, and only a second thread of it, which needs the GIL for that, lets the others call."""
+    store = MPIStore(mpi().COMM_WORLD.Dup(), timeout=timedelta(seconds=60))
+    for first in range(size):
+        group = dist.new_group(list(range(size)))
+        if rank == first:
+            calling = threading.Event()
+
+            def let_the_others_come(key: str, calling: threading.Event = calling) -> None:
+                calling.wait()
+                for _ in range(20):  # by the end of it the call waits: it cannot return before the others come
+                    time.sleep(0.005)
+                store.set(key, "")
+
+            thread = threading.Thread(target=let_the_others_come, args=(f"{first} waits",))
+            thread.start()
+            calling.set()
+            call(group)
+            thread.join()
+        else:
+            store.get(f"{first} waits")
+            call(group)
+        if call is not all_reduce_and_destroy:
+            dist.destroy_process_group(group)
+    assert store.close(timeout_s=60)

@@ -225,7 +225,6 @@ def test_ddp_join_of_uneven_inputs(compare: Callable[..., None], rank: int) -> N
     compare(lambda group: train_ddp(group, steps=2 + rank, join=True))
 
 
-@pytest.mark.timeout(240)
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 def test_ddp_compiled(compare: Callable[..., None], monkeypatch: pytest.MonkeyPatch, compiler: str) -> None:
     torch._dynamo.reset()

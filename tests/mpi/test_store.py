@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def store(world: hi.World) -> Iterator[MPIStore]:
-    made = MPIStore(mpi().COMM_WORLD.Dup(), timeout=timedelta(seconds=20))
+    made = MPIStore(mpi().COMM_WORLD.Dup(), timeout=timedelta(seconds=60))
     yield made
-    assert made.close(timeout_s=20)
+    assert made.close(timeout_s=60)
 
 
 def test_set_and_get_from_every_rank(store: MPIStore, rank: int, size: int) -> None:
@@ -103,7 +103,7 @@ def test_timeouts_name_the_missing_keys(store: MPIStore) -> None:
     store.set_timeout(timedelta(seconds=0.1))
     with pytest.raises(hi.StoreTimeout, match=r"MPIStore.get: no rank set never within 0.1 s"):
         store.get("never")
-    assert 0.3 <= time.monotonic() - start < 10
+    assert time.monotonic() - start >= 0.3
 
 
 def test_waits_from_many_threads(store: MPIStore, rank: int) -> None:
@@ -114,7 +114,7 @@ def test_waits_from_many_threads(store: MPIStore, rank: int) -> None:
     for i in reversed(range(8)):
         store.set(f"t{rank}.{i}", str(i))
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert sorted(found) == [str(i).encode() for i in range(8)]
 
 
@@ -122,7 +122,7 @@ def test_through_torchs_cpp_prefix_store(store: MPIStore, rank: int, size: int) 
     # torch's own stores wrap ours and call its overrides from C++
     prefix: Any = PrefixStore("outer", PrefixStore("inner", store))
     prefix.set(f"p{rank}", "x")
-    prefix.wait([f"p{r}" for r in range(size)], timedelta(seconds=10))
+    prefix.wait([f"p{r}" for r in range(size)], timedelta(seconds=60))
     assert prefix.get(f"p{size - 1}") == b"x"
     assert store.get(f"inner/outer/p{rank}") == b"x"
     dist.barrier()  # before anyone deletes its key
@@ -141,8 +141,8 @@ def test_through_torchs_cpp_prefix_store(store: MPIStore, rank: int, size: int) 
 
 def test_use_after_close(world: hi.World) -> None:
     made = MPIStore(mpi().COMM_WORLD.Dup())
-    assert made.close(timeout_s=20)
-    assert made.close(timeout_s=20)
+    assert made.close(timeout_s=60)
+    assert made.close(timeout_s=60)
     with pytest.raises(hi.StoreError, match="was closed by finalize"):
         made.set("a", "b")
 

@@ -129,7 +129,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_one_error_on_every_rank(case: str) -> None:
     source, pattern = CASES[case]
-    run = run_ranks(2, ["-W", "ignore", "-c", PRELUDE + source], timeout_s=60)
+    run = run_ranks(2, ["-W", "ignore", "-c", PRELUDE + source])
     found = errors(run.stdout)
     assert len(found) == 2, run.stdout + run.stderr
     for error in found:
@@ -141,7 +141,7 @@ def test_a_problem_on_one_rank_is_an_error_on_all() -> None:
     source = (
         "from mpi4py import MPI\nattempt(lambda: hi.init(device='tpu' if MPI.COMM_WORLD.rank else None), RuntimeError)"
     )
-    found = sorted(errors(run_ranks(2, ["-c", PRELUDE + source], timeout_s=60).stdout))
+    found = sorted(errors(run_ranks(2, ["-c", PRELUDE + source]).stdout))
     assert len(found) == 2
     assert found[0] == "InflightError: init: failed on rank 1; see the error there"
     assert found[1].startswith("InvalidArgumentError: init: device='tpu'")
@@ -149,12 +149,16 @@ def test_a_problem_on_one_rank_is_an_error_on_all() -> None:
 
 def test_a_rank_that_does_not_come_is_a_timeout() -> None:
     source = (
-        "import time\nfrom mpi4py import MPI\n"
-        "if MPI.COMM_WORLD.rank: attempt(lambda: hi.init(timeout_s=1), RuntimeError)\n"
-        "else: time.sleep(4)\n"
-        "import os; os._exit(0)\n"
+        "import os\nfrom mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "if world.rank:\n"
+        "    attempt(lambda: hi.init(timeout_s=1), RuntimeError)\n"
+        "    world.send('told', 0)\n"
+        "else:\n"
+        "    world.recv(source=1)\n"
+        "os._exit(0)\n"
     )
-    found = errors(run_ranks(2, ["-c", PRELUDE + source], timeout_s=60).stdout)
+    found = errors(run_ranks(2, ["-c", PRELUDE + source]).stdout)
     assert len(found) == 1
     assert re.match(r"CollectiveTimeout: not every rank arrived within 1 s .*all of them make it", found[0])
 

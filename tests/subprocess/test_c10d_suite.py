@@ -26,7 +26,7 @@ def not_for_us() -> set[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(3000)
 @pytest.mark.skipif(not RUNNER.exists(), reason=f"the runner of torch's suite is not at {RUNNER}")
 def test_everything_passes_that_can(tmp_path: Path) -> None:
     launch = plan(RANKS, os.environ)
@@ -34,7 +34,7 @@ def test_everything_passes_that_can(tmp_path: Path) -> None:
     command = [sys.executable, str(RUNNER), "-n", str(RANKS), "--backend", "hpc_inflight", "--import", "hpc_inflight"]
     command += ["--mpirun", shlex.join(launch.argv[: launch.argv.index("-n")]), "--json", str(outcome)]
     run = subprocess.run(
-        command, env=clean_env(os.environ) | launch.env, capture_output=True, text=True, timeout=580, check=False
+        command, env=clean_env(os.environ) | launch.env, capture_output=True, text=True, timeout=2900, check=False
     )
     assert outcome.exists(), run.stdout + run.stderr
     results: dict[str, str] = json.loads(outcome.read_text())

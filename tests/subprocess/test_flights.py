@@ -16,7 +16,7 @@ PROGRAM = ["-m", "hpc_inflight.examples.flights"]
 STEPS = 50
 RUNS = {1: "eager", 2: "inductor", 4: "aot_eager"}
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(3000)]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, tuple[list[float
         options = ["--steps", str(STEPS), "--backend", backend, "--losses-json", losses, "--report-json", report]
         if ranks == 4:
             options.append("--no-evaluate")
-        run_ranks(ranks, [*PROGRAM, *map(str, options)], timeout_s=300, check=True)
+        run_ranks(ranks, [*PROGRAM, *map(str, options)], timeout_s=900, check=True)
         results[ranks] = (json.loads(losses.read_text()), json.loads(report.read_text()))
     return results
 
@@ -73,14 +73,14 @@ def test_evaluation_agrees_and_keeps_the_order_of_flights(
 
 
 def test_batch_that_the_ranks_do_not_divide_is_an_error() -> None:
-    job = run_ranks(2, [*PROGRAM, "--batch", "2047", "--steps", "1"], timeout_s=120)
+    job = run_ranks(2, [*PROGRAM, "--batch", "2047", "--steps", "1"])
     assert job.returncode != 0
     assert "--batch: a multiple of the 2 ranks is expected, found 2047; use 2048" in job.stderr
     assert "Traceback" not in job.stderr + job.stdout
 
 
 def test_other_device_is_an_error() -> None:
-    job = run_ranks(None, [*PROGRAM, "--device", "cuda"], timeout_s=120, env={"COLUMNS": "200"})
+    job = run_ranks(None, [*PROGRAM, "--device", "cuda"], env={"COLUMNS": "200"})
     assert job.returncode == 2
     assert "'cpu' is expected" in job.stderr
     assert "found 'cuda'" in job.stderr
@@ -137,5 +137,5 @@ def test_gradients_are_those_of_the_unsharded_model(ranks: int, backend: str, tm
     """With 3 ranks and 2 tables one rank owns none."""
     program = tmp_path / "gradients.py"
     program.write_text(GRADIENTS)
-    job = run_ranks(ranks, [str(program), backend], timeout_s=120, check=True)
+    job = run_ranks(ranks, [str(program), backend], check=True)
     assert job.stdout.count("gradients agree") == ranks

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -48,10 +47,10 @@ sys.stdout.write(f"{dist.is_initialized()} ok\\n")
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(1800)
 def test_sixteen_jobs_at_the_same_moment() -> None:
     with ThreadPoolExecutor(16) as pool:
-        jobs = [pool.submit(run_ranks, 2, ["-c", GLOO], timeout_s=300) for _ in range(16)]
+        jobs = [pool.submit(run_ranks, 2, ["-c", GLOO], timeout_s=1500) for _ in range(16)]
         ended = [job.result() for job in jobs]
     assert [job.returncode for job in ended] == [0] * 16, [job.stderr[-2000:] for job in ended if job.returncode]
     assert [job.stdout.count("False ok") for job in ended] == [2] * 16
@@ -96,7 +95,6 @@ def test_no_tcp_port_is_opened() -> None:
     ],
 )
 def test_normal_ends(ending: str, code: int) -> None:
-    start = time.monotonic()
     run = run_ranks(
         2,
         [
@@ -106,16 +104,14 @@ def test_normal_ends(ending: str, code: int) -> None:
                 f"hi.init()\ndist.new_group([0, 1])\ndist.barrier()\n{ending}\n"
             ),
         ],
-        timeout_s=60,
+        env={"HPC_INFLIGHT_EXIT_TIMEOUT_S": "100000"},  # an end that comes by this deadline comes too late
     )
     assert run.returncode == code, run.stderr
-    assert time.monotonic() - start < 30
     assert "Traceback" not in run.stderr
 
 
 @pytest.mark.parametrize("waiting", ["dist.barrier()", "dist.recv(torch.ones(2), 0)", "hi.finalize()"])
 def test_an_uncaught_exception_ends_the_job(waiting: str) -> None:
-    start = time.monotonic()
     run = run_ranks(
         2,
         [
@@ -127,13 +123,11 @@ def test_an_uncaught_exception_ends_the_job(waiting: str) -> None:
                 "raise KeyError('lost on purpose')\n"
             ),
         ],
-        timeout_s=60,
     )
     assert run.returncode != 0
     assert "KeyError: 'lost on purpose'" in run.stderr
     assert "hpc_inflight: rank 0 of 2 on " in run.stderr
     assert "ends the job: KeyError" in run.stderr
-    assert time.monotonic() - start < 30
 
 
 def test_the_users_own_excepthook_still_runs() -> None:
@@ -198,7 +192,6 @@ def test_below_thread_multiple_everything_runs_in_the_caller() -> None:
                 "hi.finalize()\n"
             ),
         ],
-        timeout_s=60,
         check=True,
     )
     assert run.stdout.count("MPIStore.set: MPI grants less than MPI_THREAD_MULTIPLE") == 2
@@ -207,10 +200,11 @@ def test_below_thread_multiple_everything_runs_in_the_caller() -> None:
 # A deadlocked and a failing test, run by the plugin that this suite itself uses.
 STUCK = """
 import time
+import pytest, torch, torch.distributed as dist
+@pytest.mark.timeout(5, func_only=True)
 def test_stuck(world):
     if world.rank == 0:
         time.sleep(1000)
-    import torch, torch.distributed as dist
     dist.all_reduce(torch.ones(1))
 """
 UNEVEN = """
@@ -247,7 +241,7 @@ def test_fails_on_one_rank(world):
     ("source", "says"),
     [
         pytest.param(
-            STUCK, ["test_stuck is not over after 3 s", "line 5 in test_stuck", "line 7 in test_stuck"], id="stuck"
+            STUCK, ["test_stuck is not over after 5 s", "line 7 in test_stuck", "line 8 in test_stuck"], id="stuck"
         ),
         pytest.param(UNEVEN, ["not fully collective: collectives on the default group per rank"], id="uneven"),
         pytest.param(LEFT, ["left behind: works in flight: .'all_reduce'."], id="left"),
@@ -258,16 +252,29 @@ def test_fails_on_one_rank(world):
 def test_the_pytest_plugin_finds(tmp_path: Path, source: str, says: list[str]) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["hpc_inflight.testing.plugin"]\n')
     (tmp_path / "test_it.py").write_text(source)
-    start = time.monotonic()
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(
             2,
-            ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", "-p", "no:cacheprovider", "--timeout=3", "."],
+            ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", "-p", "no:cacheprovider", "."],
             cwd=tmp_path,
-            timeout_s=60,
             check=True,
         )
     output = failed.value.stdout + failed.value.stderr
     for pattern in says:
         assert re.search(pattern, output), f"{pattern} not in:\n{output}"
-    assert time.monotonic() - start < 40
+
+
+HELD = """
+import ctypes
+def test_held():
+    ctypes.PyDLL(None).sleep(1000)
+"""
+
+
+def test_the_pytest_plugin_ends_what_holds_the_gil(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["hpc_inflight.testing.plugin"]\n')
+    (tmp_path / "test_it.py").write_text(HELD)
+    options = ["-p", "no:cacheprovider", "--timeout=1", "-o", "faulthandler_timeout=900"]
+    with pytest.raises(RanksFailedError) as failed:
+        run_plain(["-m", "pytest", *options, "."], cwd=tmp_path, check=True)
+    assert re.search("Timeout .*line 4 in test_held", failed.value.stderr, re.DOTALL), failed.value.stderr

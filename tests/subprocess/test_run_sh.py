@@ -49,7 +49,7 @@ def run(*arguments: str, **changes: str | None) -> subprocess.CompletedProcess[s
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
 
@@ -135,8 +135,8 @@ def test_sigterm_leaves_no_process_behind() -> None:
         assert [job.stdout.readline() for _ in range(2)] == ["up\n", "up\n"]
         assert len(processes_with(marker)) >= 3, "the launcher and two ranks"
         job.send_signal(signal.SIGTERM)
-        assert job.wait(timeout=20) != 0
-    assert wait_until_none(marker, timeout_s=10) == []
+        assert job.wait(timeout=120) != 0
+    assert wait_until_none(marker, timeout_s=120) == []
 
 
 @pytest.mark.parametrize(
@@ -240,17 +240,21 @@ def test_run_ranks_works_in_a_rank_of_another_job() -> None:
     assert done.stdout.split() == ["size", "3"] * 3
 
 
+@pytest.mark.timeout(1200)
 @pytest.mark.parametrize("ignores_term", [False, True])
 def test_run_ranks_stops_at_the_deadline(ignores_term: bool) -> None:
     marker = f"marker-{uuid.uuid4().hex}"
-    ignore = "; import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)" if ignores_term else ""
-    program = f"{SAYS_UP}{ignore}; time.sleep(600)"
-    with pytest.raises(RanksTimeoutError, match="not ended after 3 s") as caught:
-        run_ranks(2, ["-c", program, marker], timeout_s=3)
-    # Hydra adds to it what it thinks of the end of the ranks.
+    ignore = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); " if ignores_term else ""
+    program = f"{SAYS_UP}; time.sleep(600)"
+    for timeout_s in (3, 15, 75, 300):  # until it is enough for the ranks to come up
+        with pytest.raises(RanksTimeoutError, match=f"not ended after {timeout_s} s") as caught:
+            run_ranks(2, ["-c", ignore + program, marker], timeout_s=timeout_s)
+        assert wait_until_none(marker, timeout_s=120) == []
+        # Hydra adds to it what it thinks of the end of the ranks.
+        if caught.value.stdout.splitlines()[:2] == ["up", "up"]:
+            break
     assert caught.value.stdout.splitlines()[:2] == ["up", "up"]
     assert "up" in str(caught.value)
-    assert wait_until_none(marker, timeout_s=5) == []
 
 
 def test_run_plain_has_no_world_and_says_how_it_failed() -> None:

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpc_inflight import _cupy
+from hpc_inflight import _cupy, group_set
 from hpc_inflight.communicators._nccl_stream import LARGE
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.errors import (
+    CaptureError,
     CollectiveTimeout,
     DrainTimeout,
     GroupDestroyedError,
@@ -262,8 +263,15 @@ def test_nothing_is_asked_or_kept_in_a_capture(runtime: FakeRuntime, comm: NCCLC
     side = runtime.new_stream(-1)
     runtime.use_stream(side)
     runtime.is_capturing = True
-    captured = issue(comm, torch.ones(4))
     assert not other.is_completed()
+    with pytest.raises(CaptureError, match="all_reduce on group g: captured while 1 of its operations are enqueued"):
+        issue(comm, torch.ones(4))
+    with pytest.raises(CaptureError, match="a synchronous collective on group g: captured while 1 of its"):
+        comm.run_now([comm.all_reduce(torch.ones(4), Reduction("SUM"))])
+    runtime.is_capturing = False
+    other.completion.block(5.0)
+    runtime.is_capturing = True
+    captured = issue(comm, torch.ones(4))
     assert captured.completion not in comm._stream.pending
     captured.wait()
     runtime.is_capturing = False
@@ -271,9 +279,11 @@ def test_nothing_is_asked_or_kept_in_a_capture(runtime: FakeRuntime, comm: NCCLC
     runtime.log.clear()
     captured.wait()  # outside, there is nothing to wait for
     assert runtime.log == []
-    runtime.captures = 1
+    other = issue(comm, torch.ones(4))
+    capture = threading.Event()  # anything will do
+    group_set.capture_began(capture)  # by another thread
     assert not other.is_completed()
-    runtime.captures = 0
+    group_set.capture_ended(capture)
     other.completion.block(5.0)
     fresh: Any = SimpleNamespace(rank=0, size=1)
     runtime.is_capturing = True

@@ -11,10 +11,11 @@ import torch
 from hpc_inflight.communicators._mpi_worker import Worker
 from hpc_inflight.errors import CollectiveTimeout, DrainTimeout
 from hpc_inflight.group_set import add, discard, groups, wait_for_all_pending_works
+from hpc_inflight.testing import wait_until
 from hpc_inflight.work import Completion, Work
 
 
-def make(timeout_s: float = 10.0) -> tuple[Completion, Work]:
+def make(timeout_s: float = 60.0) -> tuple[Completion, Work]:
     completion = Completion("all_reduce", "g", 7, timeout_s)
     return completion, Work(completion, [torch.ones(2)])
 
@@ -56,7 +57,7 @@ def test_many_waiters() -> None:
         thread.start()
     completion.finish()
     for thread in threads:
-        thread.join(5)
+        thread.join(60)
     assert done == [True] * 8
 
 
@@ -88,7 +89,7 @@ def test_worker_runs_in_order_and_survives_failures() -> None:
     worker = Worker("test", max_pending=4)
     seen: list[int] = []
     gate = threading.Event()
-    completions = [Completion("op", "g", i, 10.0) for i in range(3)]
+    completions = [Completion("op", "g", i, 60.0) for i in range(3)]
 
     def fail() -> None:
         raise ValueError("second")
@@ -99,7 +100,7 @@ def test_worker_runs_in_order_and_survives_failures() -> None:
     assert not worker.run_inline([lambda: seen.append(-1)], wait_turn=False)
     assert worker.pending() == completions
     gate.set()
-    completions[2].block(5)
+    completions[2].block(60)
     assert seen == [0, 2]
     assert isinstance(completions[1].exception, ValueError)
     assert worker.run_inline([lambda: seen.append(3)], wait_turn=False)
@@ -110,20 +111,29 @@ def test_worker_runs_in_order_and_survives_failures() -> None:
 def test_worker_makes_the_issuer_wait_when_it_is_far_ahead() -> None:
     worker = Worker("test", max_pending=2)
     gate = threading.Event()
-    longest = 0
-    threading.Timer(0.1, gate.set).start()
-    for i in range(50):
-        worker.wait_for_room(10.0)
-        worker.submit(Completion("op", "g", i, 10.0), [lambda: (gate.wait(), None)[1]])
-        longest = max(longest, len(worker.pending()))
-    assert longest == 2
+    lengths: list[int] = []
+
+    def issue() -> None:
+        for i in range(50):
+            worker.wait_for_room(60.0)
+            worker.submit(Completion("op", "g", i, 60.0), [lambda: (gate.wait(), None)[1]])
+            lengths.append(len(worker.pending()))
+
+    issuer = threading.Thread(target=issue)
+    issuer.start()
+    wait_until(lambda: len(lengths) == 2)
+    gate.set()  # not before: the first two are still there when the third is issued
+    issuer.join(60)
+    assert len(lengths) == 50
+    assert lengths[:2] == [1, 2]
+    assert max(lengths) == 2
     worker.stop()
 
 
 def test_a_callback_may_issue_on_the_same_group() -> None:
     worker = Worker("test", max_pending=1)
     seen: list[str] = []
-    first = Completion("op", "g", 1, 10.0)
+    first = Completion("op", "g", 1, 60.0)
     gate = threading.Event()
     worker.submit(first, [lambda: (gate.wait(), None)[1]])
 
@@ -144,6 +154,12 @@ class Group:
     def pending_works(self) -> list[Completion]:
         return [work for work in self.works if not work.completed]
 
+    def is_idle(self) -> bool:
+        return not self.pending_works()
+
+    def quiesce(self) -> None:
+        pass
+
     def describe(self) -> str:
         return "group test (rank 0 of 2)"
 
@@ -152,18 +168,19 @@ class Group:
 
 
 def test_drain_waits_for_every_group_and_names_what_is_late() -> None:
-    fast, late = Completion("broadcast", "a", 1, 10.0), Completion("all_to_all", "b", 9, 10.0)
+    fast, late = Completion("broadcast", "a", 1, 60.0), Completion("all_to_all", "b", 9, 60.0)
     first, second = Group(fast), Group(late)
     tickets = [add(first), add(second)]
     try:
         assert groups()[-2:] == [first, second]
-        threading.Timer(0.05, fast.finish).start()
+        fast.finish()
         with pytest.raises(
             DrainTimeout, match=r"1 pending after 0.2 s on group test \(rank 0 of 2\), the oldest all_to_all \(seq 9\)"
         ):
             wait_for_all_pending_works(0.2)
-        late.finish()
-        wait_for_all_pending_works(0.2)
+        threading.Timer(0.05, late.finish).start()
+        wait_for_all_pending_works(60)
+        assert late.completed
     finally:
         for ticket in tickets:
             discard(ticket)

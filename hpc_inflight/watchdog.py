@@ -1,0 +1,215 @@
+"""One daemon thread per process that sees what nobody waits for: deadlines that pass, and ranks that have left.
+
+It looks twice a second, and on a healthy rank that is a look at a few lists. Once an operation is past its deadline, or
+waits for a rank that has ended, it asks the group's ranks where they are, writes the flight recorder, says in one
+message who is missing, and aborts the group, so that everyone who waits raises. Then, unless the program has asked to
+handle that itself (``on_timeout="raise"``), the job ends.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from hpc_inflight import _mpi, group_set
+from hpc_inflight._rank_reports import Answer, Question, Reports, main_thread_site
+from hpc_inflight.config import config
+from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from hpc_inflight.work import Completion
+
+_ANSWERS_S = 2.0  # for the other ranks to say where they are
+_LEFT_S = 2.0  # what is in flight with a rank that has left may still arrive for so long
+_UNSEEN_S = 5.0  # for somebody to wait for an operation that has failed
+_UNWIND_S = 1.0  # for the waiters' exceptions to end the job first, with their tracebacks
+
+
+class Group(group_set.Group, Protocol):
+    """What the watchdog needs of a group, beyond what the drain needs."""
+
+    def key(self) -> tuple[tuple[int, ...], int]:
+        """Return the group's world ranks, and how many groups with those came before it."""
+
+    def issued(self, device_type: str) -> int:
+        """Return how many collectives on tensors of a type of device this rank has issued."""
+
+    def op_of(self, seq: int, device_type: str) -> str:
+        """Return the name of a recent collective by its number; empty when it is unknown."""
+
+    def failed(self) -> tuple[Completion, float] | None:
+        """Return the first operation that has failed after it was issued, if any has, and when."""
+
+    def check(self) -> None:
+        """Raise what the transport has found wrong since, without waiting for anything."""
+
+    def running(self) -> tuple[str, int, float, float] | None:
+        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+
+    def abort(self, error: InflightError | None = None) -> None:
+        """Fail what is pending and refuse what comes."""
+
+
+@dataclass(frozen=True)
+class _Late:
+    """An operation that ought to be complete."""
+
+    op: str
+    seq: int
+    device_type: str
+    point_to_point: bool
+    age_s: float
+    timeout_s: float
+    left: tuple[int, ...]  # world ranks that it waits for though they have ended
+
+
+class Watchdog:
+    """The thread and what it knows; see the module."""
+
+    def __init__(self) -> None:
+        self._thread: threading.Thread | None = None
+        self._stop = threading.Event()
+        self._reports = Reports(self._answer)
+        self.on_failure: list[Callable[[], object]] = []  # what writes dumps
+
+    def start(self) -> None:
+        """Start watching, unless this process is alone or MPI allows no second thread."""
+        if self._thread is None and _mpi.started() and _mpi.mpi().COMM_WORLD.size > 1 and _mpi.thread_multiple():
+            self._stop.clear()
+            self._thread = threading.Thread(target=self._loop, name="hpc_inflight-watchdog", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread and wait until it has left MPI."""
+        thread, self._thread = self._thread, None
+        if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+            self._stop.set()
+            thread.join(_ANSWERS_S + 1.0)
+
+    def say_farewell(self) -> None:
+        """Tell the other ranks that this one ends, so that none of them waits for it until a deadline."""
+        if _mpi.started() and _mpi.thread_multiple():
+            self._reports.say_farewell()
+
+    def _loop(self) -> None:
+        while not self._stop.wait(config().watchdog_s):
+            self._reports.serve()
+            for group in group_set.groups():
+                late = self._late(group)  # type: ignore[arg-type]  # every group of ours is one
+                if late is not None and not self._stop.is_set():
+                    self._fail(group, late)  # type: ignore[arg-type]
+                self._look_for_unseen_failure(group)  # type: ignore[arg-type]
+
+    def _late(self, group: Group) -> _Late | None:
+        now = time.monotonic()
+        pending = None
+        if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
+            with group_set.polling:
+                pending = next(iter(group.pending_works()), None)
+                if pending is not None:
+                    self._check(group)
+        if pending is not None:
+            p2p = pending.op in {"send", "recv"}
+            op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s
+            device_type = pending.device_type
+        elif (running := group.running()) is not None:
+            (op, seq, began, timeout_s), p2p, device_type = running, False, "cpu"
+        else:
+            return None
+        left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)
+        if now - began > timeout_s or (left and not p2p):
+            return _Late(op, seq, device_type, p2p, now - began, timeout_s, left)
+        return None
+
+    @staticmethod
+    def _check(group: Group) -> None:
+        """Abort a group whose transport reports an error, so that whoever waits raises it."""
+        try:
+            group.check()
+        except InflightError as error:
+            _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {group.describe()} failed: {error}")
+            group.abort(error)
+
+    def _look_for_unseen_failure(self, group: Group) -> None:
+        """End a group with an operation that has failed without anybody being told: the ranks are out of step."""
+        found = group.failed()
+        if found is None:
+            return
+        failed, failed_at = found
+        if failed.raised or time.monotonic() - failed_at < _UNSEEN_S:
+            return
+        failed.raised = True  # now
+        text = f"{failed.op} (seq {failed.seq}) on {group.describe()} has failed, and nobody waits for it"
+        self._end(group, CommunicatorAborted(f"{text}: {failed.exception}"))
+
+    def _end(self, group: Group, error: InflightError) -> None:
+        """Say what is wrong, abort the group, and end the job unless the program handles that itself."""
+        for write in self.on_failure:
+            write()
+        _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {error}; this rank's main thread is at {main_thread_site()}")
+        group.abort(error)
+        if config().on_timeout == "abort":
+            self._stop.wait(_UNWIND_S)
+            _mpi.abort(1)
+
+    def _answer(self, question: Question) -> Answer:
+        """Say where this rank is; the one who asks has failed, so what is recorded here is written, too."""
+        for write in self.on_failure:
+            write()
+        for group in group_set.groups():
+            if group.key() == question.key:  # type: ignore[attr-defined]
+                known: Group = group  # type: ignore[assignment]
+                return Answer(
+                    known.issued(question.device_type),
+                    known.op_of(question.seq, question.device_type),
+                    main_thread_site(),
+                )
+        return Answer(-1, "", main_thread_site())
+
+    def _fail(self, group: Group, late: _Late) -> None:
+        ranks = group.key()[0]
+        question = Question(group.key(), late.seq, late.device_type, late.point_to_point)
+        answers = self._reports.ask(ranks, question, _ANSWERS_S)
+        me = _mpi.mpi().COMM_WORLD.rank
+        where = [_where(rank, answers.get(rank), late) for rank in ranks if rank != me]
+        why = f"not complete after {late.age_s:.1f} s (timeout {late.timeout_s:g} s)"
+        if late.left:
+            why = f"waits for rank {', '.join(map(str, late.left))}, which ended"
+        text = f"{late.op} (seq {late.seq}) on {group.describe()}: {why}; " + "; ".join(filter(None, where))
+        self._end(group, (CommunicatorAborted if late.left else CollectiveTimeout)(text))
+
+
+def _where(rank: int, answer: Answer | None, late: _Late) -> str:
+    if answer is None:
+        return f"rank {rank} does not answer: it has ended, or is stuck outside of Python"
+    at = f", its main thread is at {answer.main_thread}" if answer.main_thread else ""
+    if answer.issued < 0:
+        return f"rank {rank} does not have this group (any more){at}"
+    if late.point_to_point:
+        return f"rank {rank} has issued {answer.issued} collectives there{at}"
+    if answer.issued < late.seq:
+        return f"rank {rank} has not issued it (it is at seq {answer.issued}){at}"
+    if answer.op and answer.op != late.op:
+        return f"rank {rank} issued {answer.op} as seq {late.seq}{at}"
+    return f"rank {rank} has issued it{at}"
+
+
+def _say(text: str) -> None:
+    sys.stderr.write(f"hpc_inflight: {text}\n")  # in one write: other ranks write, too
+    sys.stderr.flush()
+
+
+watchdog = Watchdog()
+
+
+def register() -> None:
+    """Watch from the first group to the last.
+
+    **Local:** once, at import; starts nothing.
+    """
+    group_set.watch(watchdog.start, watchdog.stop)

@@ -1,0 +1,260 @@
+"""The hook around CUDA graph captures, on a stand-in for torch.cuda.CUDAGraph: who waits for whom needs no GPU."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from hpc_inflight import capture, group_set
+from hpc_inflight.config import config
+from hpc_inflight.errors import CommunicatorAborted, DrainTimeout
+from hpc_inflight.work import Completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+
+class Group:
+    def __init__(self) -> None:
+        self.works: list[Completion] = []
+        self.failure: Exception | None = None
+
+    def issue(self, op: str = "all_reduce") -> Completion:
+        self.works.append(Completion(op, "test", len(self.works) + 1, 30.0))
+        return self.works[-1]
+
+    def pending_works(self) -> list[Completion]:
+        return [work for work in self.works if not work.completed]
+
+    def is_idle(self) -> bool:
+        return not self.pending_works() and self.failure is None
+
+    def quiesce(self) -> None:
+        if self.failure is not None:
+            raise self.failure
+
+    def describe(self) -> str:
+        return "group test (rank 0 of 2)"
+
+    def forked(self) -> None:
+        pass
+
+
+class Graph:
+    """What a capture does to this process, without CUDA."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.fails = False
+        self.during: Callable[[], object] = lambda: None
+
+    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
+        self.seen.append((pool, capture_error_mode, group_set.capturing(), group_set.gate.closed))
+        self.during()
+        if self.fails:
+            raise RuntimeError("capture refused")
+
+    def capture_end(self) -> None:
+        if self.fails:
+            raise RuntimeError("capture invalidated")
+
+
+@pytest.fixture
+def graph_class(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
+    made = type("CUDAGraph", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", made)
+    return made
+
+
+@pytest.fixture
+def group(graph_class: type[Graph]) -> Iterator[Group]:
+    made = Group()
+    ticket = group_set.add(made)  # the first group: the hook comes
+    yield made
+    group_set.discard(ticket)
+    assert graph_class.capture_begin is Graph.capture_begin
+    assert not group_set.capturing()
+    assert not group_set.gate.closed
+
+
+def test_a_capture_waits_for_what_is_in_flight(graph_class: type[Graph], group: Group) -> None:
+    work = group.issue()
+    timer = threading.Timer(0.2, work.finish)
+    timer.start()
+    graph = graph_class()
+    graph.capture_begin("pool", capture_error_mode="relaxed")
+    assert work.completed
+    assert graph.seen == [("pool", "relaxed", True, True)]  # the mark is there, and nobody may enqueue, when it begins
+    assert group_set.capturing()
+    assert not group_set.gate.closed  # other threads' CPU works go on during the capture
+    graph.capture_end()
+    assert not group_set.capturing()
+
+
+def test_a_drain_that_times_out_begins_no_capture_and_names_the_work(
+    graph_class: type[Graph], group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = group.issue("all_to_all")
+    graph = graph_class()
+    with pytest.raises(
+        DrainTimeout, match=r"capture: 1 pending after 0.05 s on group test \(rank 0 of 2\).*all_to_all \(seq 1\)"
+    ):
+        capture.begin(lambda: graph.capture_begin(), graph, 0.05, "capture")  # noqa: PLW0108  # the hook's is meant
+    assert graph.seen == []
+    assert not group_set.capturing()
+    work.finish()
+    graph.capture_begin()
+    graph.capture_end()
+
+
+def test_a_failed_capture_leaves_no_mark(graph_class: type[Graph], group: Group) -> None:
+    graph = graph_class()
+    graph.fails = True
+    with pytest.raises(RuntimeError, match="refused"):
+        graph.capture_begin()
+    assert not group_set.capturing()
+    graph.fails = False
+    graph.capture_begin()
+    graph.fails = True
+    with pytest.raises(RuntimeError, match="invalidated"):
+        graph.capture_end()
+    assert not group_set.capturing()
+    graph.fails = False
+    graph.capture_begin()
+    del graph  # its owner gave up between begin and end
+    gc.collect()
+    assert not group_set.capturing()
+
+
+def test_an_aborted_group_makes_the_capture_fail_at_once(graph_class: type[Graph], group: Group) -> None:
+    group.issue()
+    group.failure = CommunicatorAborted("group test was aborted")
+    with pytest.raises(CommunicatorAborted, match="group test was aborted"):
+        graph_class().capture_begin()
+
+
+def test_what_other_threads_enqueue_waits_until_the_capture_has_begun(graph_class: type[Graph], group: Group) -> None:
+    gate, order = group_set.gate, []
+    began, may_begin = threading.Event(), threading.Event()
+
+    def begin() -> None:
+        began.set()
+        may_begin.wait(30)
+        order.append("captured")
+
+    graph = graph_class()
+    graph.during = begin
+    capturer = threading.Thread(target=graph.capture_begin)
+    capturer.start()
+    assert began.wait(30)
+
+    def enqueue() -> None:
+        gate.wait(30, "all_reduce")
+        order.append("enqueued")
+
+    issuer = threading.Thread(target=enqueue)
+    issuer.start()
+    issuer.join(0.2)
+    assert issuer.is_alive()
+    with pytest.raises(DrainTimeout, match=r"all_reduce: not enqueued within 0\.01 s, while another thread drained"):
+        gate.wait(0.01, "all_reduce")
+    may_begin.set()
+    capturer.join(30)
+    issuer.join(30)
+    assert order == ["captured", "enqueued"]
+    graph.capture_end()
+
+
+def test_two_captures_at_once(graph_class: type[Graph], group: Group) -> None:
+    one, two = graph_class(), graph_class()
+    one.capture_begin()
+    two.capture_begin()
+    one.capture_end()
+    assert group_set.capturing()
+    two.capture_end()
+    assert not group_set.capturing()
+
+
+def test_the_hook_composes_with_another_wrapper(graph_class: type[Graph], group: Group) -> None:
+    ours = graph_class.capture_begin
+    calls = []
+
+    def theirs(self: Any, *args: Any, **kwargs: Any) -> None:
+        calls.append("theirs")
+        ours(self, *args, **kwargs)
+
+    graph_class.capture_begin = theirs  # type: ignore[method-assign]
+    graph_class().capture_begin()
+    capture._hook.remove()  # with the last group: ours stays below theirs, and does nothing
+    work = group.issue()
+    graph = graph_class()
+    graph.capture_begin()
+    assert not work.completed
+    assert graph.seen == [(None, "global", False, False)]
+    capture._hook.install()
+    work.finish()
+    graph_class().capture_begin()
+    assert calls == ["theirs"] * 3
+    graph_class.capture_begin = ours  # type: ignore[method-assign]
+    capture._hook.remove()
+    assert graph_class.capture_begin is Graph.capture_begin
+    assert graph_class.capture_end is Graph.capture_end
+
+
+def test_the_hook_can_be_turned_off(graph_class: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HPC_INFLIGHT_CAPTURE_DRAIN", "0")
+    config.cache_clear()
+    try:
+        capture._hook.install()
+        assert graph_class.capture_begin is Graph.capture_begin
+    finally:
+        monkeypatch.delenv("HPC_INFLIGHT_CAPTURE_DRAIN")
+        config.cache_clear()
+
+
+def test_the_hook_comes_with_the_first_group_and_goes_with_the_last() -> None:
+    seen: list[str] = []
+    group_set.watch(lambda: seen.append("first"), lambda: seen.append("last"))
+    try:
+        groups = [Group(), Group()]
+        tickets = [group_set.add(made) for made in groups]
+        group_set.discard(tickets[0])
+        assert seen == ["first"]
+        group_set.discard(tickets[1])
+        group_set.discard(tickets[1])
+        assert seen == ["first", "last"]
+    finally:
+        group_set._watchers.pop()
+
+
+class Context:
+    """torch.cuda.graph, as far as the order of things goes."""
+
+    def __init__(self, graph: Graph, **options: Any) -> None:
+        self.graph, self.options = graph, options
+
+    def __enter__(self) -> None:
+        self.graph.capture_begin(**self.options)
+
+    def __exit__(self, *_raised: object) -> None:
+        self.graph.capture_end()
+
+
+def test_the_explicit_form(graph_class: type[Graph], group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "graph", Context)
+    graph = graph_class()
+    with capture.graph(graph, timeout_s=5, capture_error_mode="thread_local"):
+        assert group_set.capturing()
+    assert not group_set.capturing()
+    assert graph.seen == [(None, "thread_local", True, True)]
+    work = group.issue()
+    with pytest.raises(DrainTimeout, match=r"graph: 1 pending after 0\.05 s"), capture.graph(graph, timeout_s=0.05):
+        pass
+    work.finish()
+    with pytest.raises(KeyError, match="body"), capture.graph(graph):
+        raise KeyError("body")
+    assert not group_set.capturing()
