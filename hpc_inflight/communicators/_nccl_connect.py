@@ -93,12 +93,19 @@ class Meeting:
     def tell(self, rank: int, value: Any) -> None:
         """Send to a rank and go on."""
         tag = self.tag if rank == self.members[0] else self.tag + 1
-        _mpi.abandon(self.comm.isend(value, rank, tag))
+        _mpi.abandon(self.comm.isend((self.what, value), rank, tag))
 
     def hear(self, rank: int) -> Any:
-        """Return what a rank has sent, or None if nothing has come."""
+        """Return what a rank has sent, or None if nothing has come.
+
+        A meeting that failed leaves messages that nobody has received, and MPI may give a later group's communicator
+        the inner number of one that was freed: what is of another meeting is dropped.
+        """
         message = self.comm.improbe(rank, self.tag if self.leads else self.tag + 1)
-        return None if message is None else message.recv()
+        if message is None:
+            return None
+        what, value = message.recv()
+        return value if what == self.what else None
 
     def gather(self, own: Any, *, until: Callable[[Any], bool] = lambda _: False) -> dict[int, Any]:
         """Return what the members sent, by rank, as far as it came before the deadline; only on the first one.
