@@ -18,6 +18,7 @@ from hpc_inflight import _mpi, group_set
 from hpc_inflight._rank_reports import Answer, Question, Reports, main_thread_site
 from hpc_inflight.config import config
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
+from hpc_inflight.work import patience
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,12 +82,14 @@ class Watchdog:
         """Start watching, unless this process is alone or MPI allows no second thread."""
         if self._thread is None and _mpi.started() and _mpi.mpi().COMM_WORLD.size > 1 and _mpi.thread_multiple():
             self._stop.clear()
+            patience.seconds = 2 * config().watchdog_s + _ANSWERS_S + _UNWIND_S
             self._thread = threading.Thread(target=self._loop, name="hpc_inflight-watchdog", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
         """End the thread and wait until it has left MPI."""
         thread, self._thread = self._thread, None
+        patience.seconds = 0.0
         if thread is not None and thread is not threading.current_thread() and thread.is_alive():
             self._stop.set()
             thread.join(_ANSWERS_S + 1.0)

@@ -23,6 +23,19 @@ if TYPE_CHECKING:
 _future_lock = threading.Lock()  # taken only around the few instructions that attach or read a future
 
 
+class Patience:
+    """How much longer a wait without a timeout of its own takes than its operation may.
+
+    Attributes:
+        seconds: What the watchdog needs to find out which ranks are missing; its error says more than the wait's own.
+    """
+
+    seconds = 0.0
+
+
+patience = Patience()
+
+
 class Registration(Protocol):
     """What the in-flight registry attaches to a work."""
 
@@ -133,7 +146,7 @@ class Completion:
             CollectiveTimeout: The operation has not ended by then.
         """
         if not self.completed:
-            self.block(timeout_s(timeout, self.timeout_s))
+            self.block(timeout_s(timeout, self.timeout_s + patience.seconds))
 
     def describe_timeout(self, seconds: float) -> str:
         """Return the text of the error for a deadline that passed."""

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from hpc_inflight.testing.late import Late
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.once]
 
 modes = pytest.mark.parametrize("mode", ["eager", "aot_eager", "inductor"])
 

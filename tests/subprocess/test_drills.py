@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 PROGRAM = Path(__file__).parent / "programs" / "drill.py"
 LATE = (
-    r"hpc_inflight: rank 0: {op} \(seq \d+\) on group \w+ \(rank 0 of 2\): not complete after \d+\.\d s \(timeout 2 s\); "
+    r"hpc_inflight: rank 0: {op} \(seq \d+\) on group \w+ \(rank 0 of 2\): not complete after \d+\.\d s \(timeout 3 s\); "
     r"rank 1 has not issued it \(it is at seq \d+\), its main thread is at \S*drill\.py:\d+ in {where}"
 )
 # exit code (None: any but 0) and what stderr says
@@ -29,7 +29,7 @@ CASES = {
     "differs in shape": (1, r"shape is \(4,\) on rank 0, \(9,\) on rank 1"),
     "differs in op": (1, r"op is SUM on rank 0, MAX on rank 1"),
     "is slow": (0, ""),
-    "does not come to new_group": (1, r"CollectiveTimeout: new_group\(\[0, 1\]\): not every rank arrived within 2 s"),
+    "does not come to new_group": (1, r"CollectiveTimeout: new_group\(\[0, 1\]\): not every rank arrived within 3 s"),
 }
 
 

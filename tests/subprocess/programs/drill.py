@@ -9,20 +9,25 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 import hpc_inflight as hi
 
-TIMEOUT_S = 2.0
+TIMEOUT_S = 3.0
+LIMIT = timedelta(seconds=TIMEOUT_S)  # torch gives a new group half an hour, whatever the default group has
 BAD = 1  # the rank that fails
 
 case, waiter, which = sys.argv[1:]
-world = hi.init(device="cpu", timeout_s=TIMEOUT_S)
-group = dist.group.WORLD if which == "world" else dist.new_group([0, 1])
-other = dist.new_group([1, 2] if which == "subgroup" else [0, 1])
+world = hi.init(device="cpu")
+default: Any = dist.group.WORLD
+group = default if which == "world" else dist.new_group([0, 1], timeout=LIMIT)
+other = dist.new_group([1, 2] if which == "subgroup" else [0, 1], timeout=timedelta(seconds=600))
 dist.barrier()
+default.set_timeout(LIMIT)  # not before: how long a start takes is not what is drilled
 tensor = torch.ones(4)
 member = which == "world" or world.rank in {0, 1}
 
@@ -57,7 +62,7 @@ def stuck_in_python() -> None:
 if world.rank == BAD:
     fail()
 if case == "does not come to new_group" and member:
-    dist.new_group([0, 1])
+    dist.new_group([0, 1], timeout=LIMIT)
 if member:
     op = dist.ReduceOp.MAX if case == "differs in op" and world.rank == BAD else dist.ReduceOp.SUM
     if waiter == "main thread":
@@ -72,6 +77,7 @@ if member:
             time.sleep(1000)
 elif case != "is slow":
     time.sleep(1000)
+default.set_timeout(timedelta(seconds=600))
 dist.barrier()
 sys.stdout.write(f"rank {world.rank} done\n")
 hi.finalize()
