@@ -96,9 +96,7 @@ class MPICommunicator(Mover):
             if not self._worker.run_inline(operations, wait_turn=self._inline_only):
                 return None
         finally:
-            self._nth = _made[self.global_ranks]
-        _made[self.global_ranks] += 1
-        self.called_at = 0.0
+            self.called_at = 0.0
         self.seq = next(self._numbers)
         return _DONE
 

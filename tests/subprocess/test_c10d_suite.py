@@ -33,6 +33,7 @@ def test_everything_passes_that_can(tmp_path: Path) -> None:
     outcome = tmp_path / "outcome.json"
     command = [sys.executable, str(RUNNER), "-n", str(RANKS), "--backend", "hpc_inflight", "--import", "hpc_inflight"]
     command += ["--mpirun", shlex.join(launch.argv[: launch.argv.index("-n")]), "--json", str(outcome)]
+    command += ["--test-timeout", "200"]  # of each test, which takes a second at most where nothing else runs
     run = subprocess.run(
         command, env=clean_env(os.environ) | launch.env, capture_output=True, text=True, timeout=2900, check=False
     )
