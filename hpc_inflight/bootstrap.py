@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import socket
+import sys
 import threading
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_inflight import _dump_signal, _mpi, failure, group_set, launchers, store, topology, work_registry
+from hpc_inflight.communicators._mpi_worker import inside_mpi
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
     AlreadyInitializedError,
@@ -247,3 +249,11 @@ def _at_exit(pid: int) -> None:
         watchdog.say_farewell()
     store.close_default_store(max(0.0, deadline - time.monotonic()))
     watchdog.stop()  # MPI_Finalize follows
+    if stuck := inside_mpi():
+        sys.stderr.write(
+            f"hpc_inflight: {work_registry.label()}: ends without MPI_Finalize, since a collective on group "
+            f"{', '.join(stuck)} never returned: another rank has not issued it\n"
+        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(failure.exit_code())  # the launcher ends the others; beside that call MPI_Finalize would crash

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
@@ -16,6 +17,17 @@ if TYPE_CHECKING:
     from hpc_inflight.work import Completion
 
     _Job = tuple[Completion, Sequence[Operation]]
+
+
+_workers: weakref.WeakSet[Worker] = weakref.WeakSet()  # those with a thread
+
+
+def inside_mpi() -> list[str]:
+    """Return the names of the groups whose thread is in an MPI call at the moment.
+
+    **Local:** at the end of the process: MPI_Finalize crashes beside a call that has not returned.
+    """
+    return [worker.name for worker in list(_workers) if worker.runs()]
 
 
 class Worker:
@@ -30,7 +42,7 @@ class Worker:
     """
 
     def __init__(self, name: str, max_pending: int) -> None:
-        self._name = name
+        self.name = name
         self._max_pending = max_pending
         self._queue: SimpleQueue[_Job | None] = SimpleQueue()
         self.queued: deque[Completion] = deque()  # and what runs, which is the first
@@ -39,6 +51,10 @@ class Worker:
         self._start_lock = threading.Lock()
         self.failed: tuple[Completion, float] | None = None  # the first whose operation failed, and when
         self._aborted: BaseException | None = None
+
+    def runs(self) -> bool:
+        """Say whether an operation of this group runs at the moment."""
+        return self._executing.locked()
 
     def is_current(self) -> bool:
         """Say whether the caller is the worker thread itself, in a callback."""
@@ -90,9 +106,10 @@ class Worker:
         with self._start_lock:
             if self._thread is None:
                 # daemon: an MPI call that never returns must not keep the interpreter from ending
-                thread = threading.Thread(target=self._loop, name=f"hpc_inflight-{self._name}", daemon=True)
+                thread = threading.Thread(target=self._loop, name=f"hpc_inflight-{self.name}", daemon=True)
                 self._thread = thread
                 thread.start()
+                _workers.add(self)
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:

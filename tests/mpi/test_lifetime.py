@@ -71,7 +71,7 @@ def test_abort_fails_everything_that_is_pending(rank: int, size: int) -> None:
             hi.wait_for_all_pending_works(timeout_s=1)  # so that no capture begins, either
     dist.barrier()
     if rank != 1:
-        group.allreduce([torch.ones(2)])  # what ran when the group was aborted goes through
+        group.allreduce([torch.ones(2)]).wait()  # what ran when the group was aborted goes through
         group.abort()
     group.shutdown()
     hi.wait_for_all_pending_works(timeout_s=1)
