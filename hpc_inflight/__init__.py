@@ -16,6 +16,7 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 from __future__ import annotations
 
 from hpc_inflight import backend, store
+from hpc_inflight._flight_dump import dump_flight_recorder
 from hpc_inflight.bootstrap import World, finalize, init, world
 from hpc_inflight.errors import (
     AlreadyInitializedError,
@@ -61,6 +62,7 @@ __all__ = [
     "UnwaitedWarning",
     "World",
     "allow_inflight_collective_as_graph_input",
+    "dump_flight_recorder",
     "finalize",
     "groups",
     "inflight",

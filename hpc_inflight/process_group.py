@@ -14,6 +14,7 @@ from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _mpi, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
+from hpc_inflight.flight_recorder import Lane, Message, Record
 from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -40,8 +41,12 @@ class ProcessGroupInflight(GroupIdentity):
         UnsupportedError: A device, layout, dtype or operator that is not defined, before any communication.
     """
 
-    def __init__(self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float) -> None:
+    def __init__(
+        self, store: Any, rank: int, size: int, communicator: Communicator, timeout_s: float, ranks: Sequence[int] = ()
+    ) -> None:
         super().__init__(store, rank, size, timeout_s)
+        self._flight.ranks = ranks or range(size)
+        self._lane = Lane(self._flight, "mpi")
         self._comm: Communicator = communicator
         self._closed = ""  # why it cannot be used any more
         self._coalescing: list[Any] | None = None
@@ -82,9 +87,8 @@ class ProcessGroupInflight(GroupIdentity):
         name = group_name or f"{self._name}:split:{ranks}"
         seconds = compat.timeout_s(timeout, self._timeout_s)
         store = compat.PrefixStore(f"{name}/", self._store)
-        made = ProcessGroupInflight(
-            store, ranks.index(self._rank), len(ranks), comm.split(ranks, name, seconds), seconds
-        )
+        split, globally = comm.split(ranks, name, seconds), [self._flight.ranks[rank] for rank in ranks]
+        made = ProcessGroupInflight(store, ranks.index(self._rank), len(ranks), split, seconds, globally)
         made.setGroupName(name)
         made.setGroupDesc(group_desc or f"{self._desc}:split")
         return made
@@ -101,7 +105,28 @@ class ProcessGroupInflight(GroupIdentity):
     # issuing ------------------------------------------------------------------------------------------------
 
     def _issue(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any = None
+        self,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any = None,
+        *,
+        inputs: _Tensors | None = None,
+    ) -> Any:
+        """Issue and record it; without ``inputs`` they are the outputs."""
+        if not self._lane.enabled:
+            return self._issue_unrecorded(op, operations, outputs, opts, timeout)
+        record = Record(self._lane, op, outputs, inputs)
+        try:
+            work = self._issue_unrecorded(op, operations, outputs, opts, timeout)
+        except BaseException as error:
+            record.end(error)
+            raise
+        return record.issued(work)
+
+    def _issue_unrecorded(
+        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
     ) -> Any:
         if compat.profiler_enabled():
             return self._issue_profiled(op, operations, outputs, opts, timeout)
@@ -183,7 +208,7 @@ class ProcessGroupInflight(GroupIdentity):
         else:
             root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts))
+        return self._issue("reduce", [comm.reduce(tensor, root, op)], outputs, forms.options(opts), inputs=(tensor,))
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
@@ -194,7 +219,8 @@ class ProcessGroupInflight(GroupIdentity):
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Gather every rank's tensor into a list on every rank."""
         comm, (tensor,), targets = self._open("all_gather"), forms.single("all_gather", inputs), forms.per_rank(outputs)
-        return self._issue("all_gather", [comm.all_gather(targets, tensor)], targets, forms.options(opts), timeout)
+        operations, options = [comm.all_gather(targets, tensor)], forms.options(opts)
+        return self._issue("all_gather", operations, targets, options, timeout, inputs=(tensor,))
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
@@ -202,31 +228,35 @@ class ProcessGroupInflight(GroupIdentity):
         output_lists = [forms.plain_all(row) for row in output_lists]
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
-        return self._issue("all_gather_coalesced", operations, [t for row in output_lists for t in row], opts)
+        outputs = [t for row in output_lists for t in row]
+        return self._issue("all_gather_coalesced", operations, outputs, opts, inputs=inputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor on every rank."""
         comm, output, tensor = self._open("all_gather_into_tensor"), forms.plain(output), forms.plain(tensor)
-        return self._issue("all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
+        operations = [comm.all_gather_into(output, tensor)]
+        return self._issue("all_gather_into_tensor", operations, (output,), opts, inputs=(tensor,))
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors into one tensor each, as one work."""
         comm = self._open("all_gather_into_tensor_coalesced")
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue("all_gather_into_tensor_coalesced", operations, tuple(outputs), opts, inputs=inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
         comm, (tensor,), targets = self._open("gather"), forms.single("gather", inputs), forms.per_rank(outputs)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("gather", [comm.gather(targets, tensor, root)], targets, forms.options(opts), *args)
+        operations, options = [comm.gather(targets, tensor, root)], forms.options(opts)
+        return self._issue("gather", operations, targets, options, *args, inputs=(tensor,))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
         comm, (output,), sources = self._open("scatter"), forms.single("scatter", outputs), forms.per_rank(inputs)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue("scatter", [comm.scatter(output, sources, root)], (output,), forms.options(opts), *args)
+        operations, options = [comm.scatter(output, sources, root)], forms.options(opts)
+        return self._issue("scatter", operations, (output,), options, *args, inputs=sources)
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
@@ -236,20 +266,22 @@ class ProcessGroupInflight(GroupIdentity):
             forms.per_rank(inputs),
         )
         operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
-        return self._issue("reduce_scatter", [operation], (output,), forms.options(opts), timeout)
+        options = forms.options(opts)
+        return self._issue("reduce_scatter", [operation], (output,), options, timeout, inputs=sources)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
         comm, op = self._open("reduce_scatter_tensor"), forms.reduction(opts)
         output, tensor = forms.plain(output), forms.plain(tensor)
-        return self._issue("reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts)
+        operations = [comm.reduce_scatter_into(output, tensor, op)]
+        return self._issue("reduce_scatter_tensor", operations, (output,), opts, inputs=(tensor,))
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
         comm, op = self._open("reduce_scatter_tensor_coalesced"), forms.reduction(opts)
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue("reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -262,12 +294,13 @@ class ProcessGroupInflight(GroupIdentity):
         """Exchange the rows of one tensor; splits count rows per rank, empty means even."""
         comm, output, tensor = self._open("all_to_all_single"), forms.plain(output), forms.plain(tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue("all_to_all_single", [operation], (output,), forms.options(opts))
+        return self._issue("all_to_all_single", [operation], (output,), forms.options(opts), inputs=(tensor,))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
         comm, outputs, inputs = self._open("all_to_all"), forms.plain_all(outputs), forms.plain_all(inputs)
-        return self._issue("all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), forms.options(opts))
+        operations, options = [comm.all_to_all(outputs, inputs)], forms.options(opts)
+        return self._issue("all_to_all", operations, tuple(outputs), options, inputs=inputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return on no rank before all have entered."""
@@ -278,7 +311,10 @@ class ProcessGroupInflight(GroupIdentity):
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._open("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
+        comm = self._open("monitored_barrier")
+        with Record(self._lane, "monitored_barrier", ()) as record:
+            comm.monitored_barrier(seconds, all_ranks=wait_all_ranks)
+            record.end()
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single
@@ -292,20 +328,20 @@ class ProcessGroupInflight(GroupIdentity):
     def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
         """Send to a group rank; with the receive there, not collective."""
         comm, (tensor,) = self._open("send"), forms.single("send", tensors)
-        with self._profiled("send", tensor):
-            return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
+        with self._profiled("send", tensor), Message(self._lane, "send", tensor, dst, tag) as record:
+            return self._issued(record.issued(comm.send(tensor, dst, tag, self._timeout_s)), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
         comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
-        with self._profiled("recv", tensor):
-            return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
+        with self._profiled("recv", tensor), Message(self._lane, "recv", tensor, src, tag) as record:
+            return self._issued(record.issued(comm.recv(tensor, src, tag, self._timeout_s)), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
         comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
-        with self._profiled("recv", tensor):
-            return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
+        with self._profiled("recv", tensor), Message(self._lane, "recv", tensor, None, tag) as record:
+            return self._issued(record.issued(comm.recv(tensor, None, tag, self._timeout_s)), (tensor,))
 
     @staticmethod
     def _profiled(op: str, tensor: torch.Tensor) -> AbstractContextManager[Any]:

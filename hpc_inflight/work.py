@@ -30,6 +30,18 @@ class Registration(Protocol):
         """Remove the work's entries; called once the work was waited."""
 
 
+class Trail(Protocol):
+    """What the flight recorder attaches to a completion; see `hpc_inflight.flight_recorder.Record`."""
+
+    started: float | None
+    timeout_s: float | None
+    captured: bool
+    also: Any
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that the operation has ended."""
+
+
 class Completion:
     """Whether one operation is complete, and how it ended.
 
@@ -41,9 +53,25 @@ class Completion:
         issued_at: ``time.monotonic()`` when it was issued.
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
+        started_at: ``time.monotonic()`` when its thread began with it; None before.
+        record: What the flight recorder attached.
+        captured: It went into a CUDA graph and is no work in flight.
     """
 
-    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "seq", "timeout_s")
+    __slots__ = (
+        "_done",
+        "_future",
+        "completed",
+        "exception",
+        "group",
+        "issued_at",
+        "op",
+        "record",
+        "seq",
+        "started_at",
+        "timeout_s",
+    )
+    captured = False
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
         self.op = op
@@ -53,10 +81,34 @@ class Completion:
         self.issued_at = time.monotonic()
         self.completed = False
         self.exception: BaseException | None = None
+        self.started_at: float | None = None
+        self.record: Trail | None = None
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
         # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
         self._done = _thread.allocate_lock()
         self._done.acquire()
+
+    def track(self, record: Trail) -> None:
+        """Tell ``record`` how far the operation comes, from here on; what has happened already, at once.
+
+        Each side writes its own field first and reads the other's then, so nothing is lost between two threads.
+        """
+        record.timeout_s = self.timeout_s
+        if self.record is not None:
+            record.also = self.record
+        if self.captured:
+            record.captured = True
+        self.record = record
+        if self.started_at is not None:
+            record.started = self.started_at
+        if self.completed:
+            record.end(self.exception)
+
+    def start(self) -> None:
+        """Note that the thread which runs the operation begins with it."""
+        self.started_at = time.monotonic()
+        if self.record is not None:
+            self.record.started = self.started_at
 
     def finish(self, exception: BaseException | None = None, leave: Callable[[], None] | None = None) -> None:
         """Mark the operation as ended and wake everyone who waits.
@@ -74,6 +126,8 @@ class Completion:
         with _future_lock:
             self.completed = True
             attached, self._future = self._future, None
+        if self.record is not None:
+            self.record.end(self.exception)
         if attached is not None:
             self._resolve(*attached)
             attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does
@@ -238,6 +292,8 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
 
 class DoneWork(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
     """What a synchronous operation returns: c10d still calls ``wait`` on it, and nothing is left to do."""
+
+    completion = None  # there is nothing to follow
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002  # c10d's signature
         """Return at once."""

@@ -97,6 +97,7 @@ class Worker:
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             completion, operations = job
+            completion.start()
             error = self._run(operations)
             # nothing here may outlive the job: these hold the tensors
             del job, operations

@@ -81,6 +81,7 @@ class MPICommunicator(Mover):
             self._refuse()
         self.seq = next(self._numbers)
         completion = Completion(op, self.name, self.seq, timeout_s)
+        completion.start()
         error: BaseException | None = None
         try:
             self._worker.run_inline(operations, wait_turn=True)
@@ -124,7 +125,7 @@ class MPICommunicator(Mover):
         return self._start(completion, request, [tensor])
 
     def _start(self, completion: RequestCompletion, request: Any, outputs: list[torch.Tensor]) -> Work:
-        completion.start(request, self._requests)
+        completion.attach(request, self._requests)
         self._requests.add(completion)
         return Work(completion, outputs)
 

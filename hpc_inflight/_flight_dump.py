@@ -1,0 +1,282 @@
+"""Write the flight recorder in the format of PyTorch's own, for its analyser and for ``hpc-inflight trace``.
+
+The analyser (``torch.distributed.flight_recorder.fr_trace``) knows NCCL's operations by name and compares the ranks'
+entries by number and size, so some of ours are written in a form that it can compare:
+
+- Sizes that differ between ranks by right (uneven all_gather and reduce_scatter) are those of all ranks, which every
+  rank knows, and lists that it expects as one tensor are one size.
+- It compares an entry with every member of its group. So a message has a group of its own, of its two ranks: its
+  channel, in which messages are numbered from 1 at either end.
+
+What that hides stands unchanged under the key ``"hpc_inflight"`` of an entry.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from hpc_inflight import flight_recorder
+from hpc_inflight.config import config
+from hpc_inflight.errors import InflightError, InvalidArgumentError
+from hpc_inflight.flight_recorder import Lane, Message, Process, Record
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+VERSION: Final = "2.10"  # of the format; torch 2.8 to 2.14 write it
+PREFIX: Final = "flight_recorder_rank_"
+
+_NAMES: Final = {
+    "all_reduce_coalesced": "allreduce_coalesced",
+    "all_gather_into_tensor": "_all_gather_base",
+    "all_gather_coalesced": "ALLGATHER_coalesced",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_to_all_single": "all_to_all",
+    "barrier": "all_reduce_barrier",
+    "monitored_barrier": "all_reduce_barrier",
+}
+_DTYPES: Final = {
+    torch.float64: "Double",
+    torch.float32: "Float",
+    torch.float16: "Half",
+    torch.bfloat16: "BFloat16",
+    torch.int64: "Long",
+    torch.int32: "Int",
+    torch.int16: "Short",
+    torch.int8: "Char",
+    torch.uint8: "Byte",
+    torch.bool: "Bool",
+    torch.complex32: "ComplexHalf",
+    torch.complex64: "ComplexFloat",
+    torch.complex128: "ComplexDouble",
+}
+_SITE: Final = " in "
+_MAX_MS: Final = 2**62
+
+
+def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> str:
+    """Write the last operations of this rank to a file, in the format of PyTorch's flight recorder.
+
+    **Local:** any thread, any time, also while the main thread is blocked in MPI or NCCL; calls neither. One file per
+    rank: with all of them in one directory, ``hpc-inflight trace DIR`` says where the ranks part, and so does
+    ``python -m torch.distributed.flight_recorder.fr_trace DIR``.
+
+    Args:
+        path: An existing directory, or one that ends in ``/`` and is made; else what the file's name begins with,
+            before the rank. By default the directory that ``HPC_INFLIGHT_DUMP_DIR`` names, ``hpc_inflight_dumps``
+            without it.
+
+    Returns:
+        The file's name. A file of that name is replaced in one step.
+
+    Raises:
+        InvalidArgumentError: The path is empty.
+        InflightError: In a forked child, which is no rank.
+        OSError: The file cannot be written.
+    """
+    if Process.pid not in {0, os.getpid()}:
+        msg = f"dump_flight_recorder: process {os.getpid()} is a forked child of rank {Process.rank}; dump in the rank"
+        raise InflightError(msg)
+    target = _file(config().dump_dir + os.sep if path is None else os.fspath(path))
+    # no name that an analyser could take for a dump, should this be the last thing that the process does
+    part = target.with_name(f".{os.getpid()}-{threading.get_ident()}.part")
+    try:
+        part.write_bytes(pickle.dumps(snapshot(), protocol=2))
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+    return str(target)
+
+
+def _file(path: str) -> Path:
+    if not path:
+        msg = "dump_flight_recorder: the path is empty; expected a directory, or what the file's name begins with"
+        raise InvalidArgumentError(msg)
+    if path.endswith(os.sep):
+        Path(path).mkdir(parents=True, exist_ok=True)
+    if Path(path).is_dir():
+        return Path(path) / f"{PREFIX}{Process.rank}"
+    return Path(f"{path}{Process.rank}")
+
+
+def snapshot() -> dict[str, Any]:
+    """Return the dump: dicts, lists, tuples, text and numbers alone."""
+    clock = time.time_ns() - time.monotonic_ns()
+    records = flight_recorder.records()
+    config_: dict[str, Any] = {}
+    for group in flight_recorder.groups():
+        _describe(config_, group.name, group.desc, group.ranks)
+    entries = []
+    for record in records:
+        entry = _entry(record, clock)
+        if isinstance(record, Message):
+            _message(entry, record, config_)
+        else:
+            _collective(entry, record)
+            _describe(config_, record.lane.name, record.lane.group.desc, record.lane.group.ranks)
+        entries.append(entry)
+    return {
+        "version": VERSION,
+        "comm_lib_version": "",
+        "pg_config": config_,
+        "pg_status": _status(records),
+        "entries": entries,
+        "hpc_inflight": {
+            "rank": Process.rank,
+            "world_size": Process.world_size,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "time_ns": time.time_ns(),
+        },
+    }
+
+
+def _describe(config_: dict[str, Any], name: str, desc: str, ranks: Iterable[int]) -> None:
+    config_[name] = {"name": name, "desc": desc, "ranks": str(list(ranks))}
+
+
+def _status(records: list[Record]) -> dict[str, Any]:
+    found: dict[str, dict[str, int]] = {}
+    for record in records:
+        if record.is_p2p or record.number is None:
+            continue
+        status = found.setdefault(str(record.lane.id), {f"last_{s}_collective": -1 for s in _STATES.values()})
+        for state, word in _STATES.items():
+            if _reached(record, state):
+                status[f"last_{word}_collective"] = record.number
+    return found
+
+
+_STATES: Final = {"scheduled": "enqueued", "started": "started", "completed": "completed"}
+
+
+def _reached(record: Record, state: str) -> bool:
+    if state == "completed":
+        return record.ended is not None and not record.error
+    return state == "scheduled" or _started(record) is not None
+
+
+def _started(record: Record) -> float | None:
+    if record.started is None and record.lane.blocks and (not record.returned or record.ended is not None):
+        return record.created  # in the caller
+    return record.started
+
+
+def _entry(record: Record, clock: int) -> dict[str, Any]:
+    def unix_ns(seconds: float | None) -> int | None:
+        return None if seconds is None else int(seconds * 1e9) + clock
+
+    done = _reached(record, "completed")
+    limit = record.lane.group.timeout_s if record.timeout_s is None else record.timeout_s
+    return {
+        "record_id": record.id,
+        "pg_id": record.lane.id,
+        "process_group": (record.lane.name, record.lane.group.desc),
+        "op_id": record.id + 1,
+        "time_created_ns": unix_ns(record.created),
+        "time_discovered_started_ns": unix_ns(_started(record)),
+        "time_discovered_completed_ns": unix_ns(record.ended) if done else None,
+        "state": "completed" if done else "started" if _reached(record, "started") else "scheduled",
+        "timeout_ms": int(min(limit * 1000, _MAX_MS)),
+        "is_p2p": record.is_p2p,
+        "retired": record.ended is not None or (record.returned and not record.lane.blocks),
+        "frames": _frames(record.site),
+        "hpc_inflight": {
+            "op": record.op,
+            "transport": record.lane.transport,
+            "error": record.error,
+            "captured": record.captured,
+            "input_sizes": [list(size) for size, _ in record.inputs],
+            "output_sizes": [list(size) for size, _ in record.outputs],
+        },
+    }
+
+
+def _frames(site: str) -> list[dict[str, Any]]:
+    if not site:
+        return []
+    place, _, name = site.rpartition(_SITE)
+    file, _, line = place.rpartition(":")
+    return [{"name": name, "filename": file, "line": int(line)}]
+
+
+def _dtypes(tensors: Any) -> list[str]:
+    return [_DTYPES.get(dtype) or str(dtype).removeprefix("torch.") for _, dtype in tensors]
+
+
+def _collective(entry: dict[str, Any], record: Record) -> None:
+    name = _NAMES.get(record.op, record.op)
+    own: dict[str, list[list[int]]] = entry["hpc_inflight"]
+    inputs, outputs = own["input_sizes"], own["output_sizes"]
+    input_dtypes, output_dtypes = _dtypes(record.inputs), _dtypes(record.outputs)
+    if record.op == "reduce":  # in place, though nothing comes out of it but on the root
+        outputs, output_dtypes = inputs, input_dtypes
+    elif record.op in {"all_gather", "reduce_scatter"}:
+        parts = outputs if record.op == "all_gather" else inputs
+        total = [[sum(_numel(size) for size in parts)]]
+        if len({_numel(size) for size in parts}) > 1:
+            name, inputs, outputs = f"{name}_v", parts, total
+        elif record.op == "all_gather":
+            outputs = total
+        else:
+            inputs = total
+    elif record.op == "all_to_all":
+        inputs, outputs = ([[sum(_numel(size) for size in sizes)]] for sizes in (inputs, outputs))
+    entry |= {
+        "collective_seq_id": record.number,
+        "p2p_seq_id": 0,
+        "profiling_name": f"nccl:{name}",
+        "input_sizes": inputs,
+        "input_dtypes": input_dtypes,
+        "output_sizes": outputs,
+        "output_dtypes": output_dtypes,
+    }
+
+
+def _numel(size: list[int]) -> int:
+    numel = 1
+    for length in size:
+        numel *= length
+    return numel
+
+
+def _message(entry: dict[str, Any], record: Message, config_: dict[str, Any]) -> None:
+    lane, own = record.lane, entry["hpc_inflight"]
+    mine, theirs = _global(lane, lane.group.rank), _global(lane, record.peer)
+    src, dst = (mine, theirs) if record.op == "send" else (theirs, mine)
+    ranks = sorted({rank for rank in (src, dst) if rank is not None})
+    # where the peer is not known, or is no rank at all, nobody has the other end
+    places = [0 if rank is None else ranks.index(rank) for rank in (src, dst)]
+    channel = f"{lane.name}:{'any' if src is None else src}->{'none' if dst is None else dst}"
+    if record.tag:
+        channel += f" tag {record.tag}"
+    _describe(config_, channel, lane.group.desc, ranks)
+    number = record.number
+    if number is None:  # it has not been issued so far; in a channel there is no message 0
+        number = (
+            0 if record.peer is None or record.error else lane.channels.get((record.op, record.peer, record.tag), 0) + 1
+        )
+    name = f"send {places[0]}->{places[1]}" if record.op == "send" else f"recv {places[1]}<-{places[0]}"
+    entry |= {
+        "process_group": (channel, lane.group.desc),
+        "collective_seq_id": number,
+        "p2p_seq_id": record.serial,
+        "profiling_name": f"nccl:{name}",
+        "input_sizes": own["input_sizes"],
+        "input_dtypes": _dtypes(record.inputs),
+        "output_sizes": own["output_sizes"],
+        "output_dtypes": _dtypes(record.outputs),
+    }
+    own |= {"group": lane.name, "src": src, "dst": dst, "tag": record.tag, "any_source": record.any_source}
+
+
+def _global(lane: Lane, rank: int | None) -> int | None:
+    return None if rank is None or not 0 <= rank < len(lane.group.ranks) else lane.group.ranks[rank]
