@@ -117,8 +117,8 @@ def snapshot() -> dict[str, Any]:
     entries = []
     for record in records:
         entry = _entry(record, clock)
-        if isinstance(record, Message):
-            _message(entry, record, config_)
+        if record.message is not None:
+            _message(entry, record, record.message, config_)
         else:
             _collective(entry, record)
             _describe(config_, record.lane.name, record.lane.group.desc, record.lane.group.ranks)
@@ -146,7 +146,7 @@ def _describe(config_: dict[str, Any], name: str, desc: str, ranks: Iterable[int
 def _status(records: list[Record]) -> dict[str, Any]:
     found: dict[str, dict[str, int]] = {}
     for record in records:
-        if record.is_p2p or record.number is None:
+        if record.message is not None:
             continue
         status = found.setdefault(str(record.lane.id), {f"last_{s}_collective": -1 for s in _STATES.values()})
         for state, word in _STATES.items():
@@ -161,13 +161,7 @@ _STATES: Final = {"scheduled": "enqueued", "started": "started", "completed": "c
 def _reached(record: Record, state: str) -> bool:
     if state == "completed":
         return record.ended is not None and not record.error
-    return state == "scheduled" or _started(record) is not None
-
-
-def _started(record: Record) -> float | None:
-    if record.started is None and record.lane.blocks and (not record.returned or record.ended is not None):
-        return record.created  # in the caller
-    return record.started
+    return state == "scheduled" or record.started is not None
 
 
 def _entry(record: Record, clock: int) -> dict[str, Any]:
@@ -175,18 +169,17 @@ def _entry(record: Record, clock: int) -> dict[str, Any]:
         return None if seconds is None else int(seconds * 1e9) + clock
 
     done = _reached(record, "completed")
-    limit = record.lane.group.timeout_s if record.timeout_s is None else record.timeout_s
     return {
         "record_id": record.id,
         "pg_id": record.lane.id,
         "process_group": (record.lane.name, record.lane.group.desc),
         "op_id": record.id + 1,
         "time_created_ns": unix_ns(record.created),
-        "time_discovered_started_ns": unix_ns(_started(record)),
+        "time_discovered_started_ns": unix_ns(record.started),
         "time_discovered_completed_ns": unix_ns(record.ended) if done else None,
         "state": "completed" if done else "started" if _reached(record, "started") else "scheduled",
-        "timeout_ms": int(min(limit * 1000, _MAX_MS)),
-        "is_p2p": record.is_p2p,
+        "timeout_ms": int(min(record.timeout_s * 1000, _MAX_MS)),
+        "is_p2p": record.message is not None,
         "retired": record.ended is not None or (record.returned and not record.lane.blocks),
         "frames": _frames(record.site),
         "hpc_inflight": {
@@ -248,34 +241,32 @@ def _numel(size: list[int]) -> int:
     return numel
 
 
-def _message(entry: dict[str, Any], record: Message, config_: dict[str, Any]) -> None:
+def _message(entry: dict[str, Any], record: Record, message: Message, config_: dict[str, Any]) -> None:
     lane, own = record.lane, entry["hpc_inflight"]
-    mine, theirs = _global(lane, lane.group.rank), _global(lane, record.peer)
+    mine, theirs = _global(lane, lane.group.rank), _global(lane, message.peer)
     src, dst = (mine, theirs) if record.op == "send" else (theirs, mine)
     ranks = sorted({rank for rank in (src, dst) if rank is not None})
     # where the peer is not known, or is no rank at all, nobody has the other end
     places = [0 if rank is None else ranks.index(rank) for rank in (src, dst)]
     channel = f"{lane.name}:{'any' if src is None else src}->{'none' if dst is None else dst}"
-    if record.tag:
-        channel += f" tag {record.tag}"
+    if message.tag:
+        channel += f" tag {message.tag}"
     _describe(config_, channel, lane.group.desc, ranks)
-    number = record.number
-    if number is None:  # it has not been issued so far; in a channel there is no message 0
-        number = (
-            0 if record.peer is None or record.error else lane.channels.get((record.op, record.peer, record.tag), 0) + 1
-        )
+    number = message.number
+    if not number and message.peer is not None and not record.error:  # it is being issued
+        number = lane.channels.get((record.op, message.peer, message.tag), 0) + 1
     name = f"send {places[0]}->{places[1]}" if record.op == "send" else f"recv {places[1]}<-{places[0]}"
     entry |= {
         "process_group": (channel, lane.group.desc),
         "collective_seq_id": number,
-        "p2p_seq_id": record.serial,
+        "p2p_seq_id": message.serial,
         "profiling_name": f"nccl:{name}",
         "input_sizes": own["input_sizes"],
         "input_dtypes": _dtypes(record.inputs),
         "output_sizes": own["output_sizes"],
         "output_dtypes": _dtypes(record.outputs),
     }
-    own |= {"group": lane.name, "src": src, "dst": dst, "tag": record.tag, "any_source": record.any_source}
+    own |= {"group": lane.name, "src": src, "dst": dst, "tag": message.tag, "any_source": message.any_source}
 
 
 def _global(lane: Lane, rank: int | None) -> int | None:

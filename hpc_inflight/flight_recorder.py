@@ -1,15 +1,19 @@
 """The last operations of this process: for each what it was, on which group, and how far it came.
 
-A ring of plain values. A record holds neither a tensor nor anything that does: what completes an operation tells its
-record (`hpc_inflight.work.Completion.track`), never the other way round.
+A ring of plain values. It holds neither a tensor nor anything that does: what completes an operation tells its
+`Progress` (`hpc_inflight.work.Completion.track`), never the other way round. An entry is a bare list, which every
+operation can afford; `records` makes objects of them, for a dump.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import weakref
 from collections import deque
+from dataclasses import dataclass
+from operator import attrgetter
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -17,19 +21,26 @@ from hpc_inflight import _call_site
 from hpc_inflight.config import config
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
     from types import TracebackType
 
     import torch
     from typing_extensions import Self
 
+    from hpc_inflight.work import Completion
+
+# id, lane, op, number, outputs, inputs (None: they are the outputs), created, fate, and with call sites: call site.
+# The fate is None until issuing has returned, then when it did (a float), or the progress of what it returned.
+Row = list[Any]
+FATE = 7
+_NOWHERE: Row = [None] * (FATE + 1)  # where the recorder is off
 _MAX_CHANNELS = 4096
 
-_ids = itertools.count()
+_next_id = itertools.count().__next__
 _lanes = itertools.count()
 _lives: dict[str, int] = {}  # how many groups had a name: `init` after `finalize` uses the same ones again
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
-_ring: deque[Record] | None = None
+_ring: deque[Row] | None = None
 
 
 class Process:
@@ -48,30 +59,110 @@ def configure(rank: int, world_size: int) -> None:
     Process.rank, Process.world_size, Process.pid = rank, world_size, os.getpid()
 
 
-def ring() -> deque[Record]:
-    """Return the records, oldest first; made at the first use, as long as the environment says."""
+def ring() -> deque[Row]:
+    """Return the entries, oldest first; made at the first use, as long as the environment says."""
     global _ring  # noqa: PLW0603  # once per process
     if _ring is None:
         _ring = deque(maxlen=config().flight_recorder)
     return _ring
 
 
-def records() -> list[Record]:
-    """Return the records in the order in which they were made."""
-    # list() of a deque is one step, whatever other threads issue meanwhile
-    return sorted(list(ring()), key=lambda record: record.id)  # noqa: C414
+class Progress:
+    """How far an operation came that its caller does not wait for while issuing it.
+
+    As a context manager it notes an exception that leaves the block.
+
+    Attributes:
+        started: ``time.monotonic()`` when its thread began with it; None before, or where nobody can say.
+        ended: When it was found to have ended, well or not.
+        error: Why it failed, as text.
+        captured: It went into a CUDA graph: it is not in flight, and nobody asks whether it is complete.
+        timeout_s: Seconds it may take; None for the group's.
+        also: Progress of another operation with the same completion, in a block of coalesced calls.
+    """
+
+    __slots__ = ("also", "captured", "ended", "error", "started", "timeout_s")
+
+    def __init__(self) -> None:
+        self.started: float | None = None
+        self.ended: float | None = None
+        self.error = ""
+        self.captured = False
+        self.timeout_s: float | None = None
+        self.also: Progress | None = None
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Note that it has ended; the first call counts."""
+        progress: Progress | None = self
+        while progress is not None:
+            if progress.ended is None:
+                progress.ended = monotonic()
+                if error is not None:
+                    progress.error = f"{type(error).__name__}: {error}"
+            progress = progress.also
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self.end(error)
 
 
-def groups() -> list[Group]:
-    """Return the live groups, and those that records refer to."""
-    # valuerefs() is one step, too
-    known = {group.number: group for reference in _groups.valuerefs() if (group := reference()) is not None}
-    known.update((record.lane.group.number, record.lane.group) for record in records())
-    return [group for _, group in sorted(known.items())]
+class Message(Progress):
+    """Progress of a point-to-point operation.
+
+    Attributes:
+        lane: Where it is issued.
+        op: ``"send"`` or ``"recv"``.
+        peer: The group rank at the other end; None for a receive from any rank, until it has received.
+        tag: Its tag.
+        any_source: It was a receive from any rank.
+        serial: Its number among the lane's point-to-point operations.
+        number: Its number in its channel, once it was issued or, from any rank, has received; 0 before.
+        returned: Issuing it has returned.
+    """
+
+    __slots__ = ("any_source", "lane", "number", "op", "peer", "returned", "serial", "tag")
+
+    def __init__(self, lane: Lane, op: str, peer: int | None, tag: int) -> None:
+        super().__init__()
+        self.lane = lane
+        self.op = op
+        self.peer = peer
+        self.tag = tag
+        self.any_source = peer is None
+        self.serial = next(lane.p2p_numbers)
+        self.number = 0
+        self.returned = False
+
+    def issued(self, work: Any) -> Any:
+        """Follow the work that issuing returned, and return it."""
+        if self.peer is not None:
+            self.number = self._next()
+        self.returned = True
+        work.completion.track(self)
+        return work
+
+    def received_from(self, source: int) -> None:
+        """Note the rank that a receive from any rank received from."""
+        if self.peer is None:
+            self.peer = source
+            self.number = self._next()
+
+    def _next(self) -> int:
+        assert self.peer is not None  # noqa: S101  # for mypy: both callers have looked
+        channels, key = self.lane.channels, (self.op, self.peer, self.tag)
+        number = channels[key] = channels.get(key, 0) + 1
+        if len(channels) > _MAX_CHANNELS:  # a program may use a new tag for every message
+            del channels[next(iter(channels))]
+        return number
 
 
 class Group:
-    """What is kept of a process group for as long as records refer to it.
+    """What is kept of a process group for as long as entries refer to it.
 
     Attributes:
         name: As c10d named it; with ``#2`` behind it when it is the second one of that name.
@@ -105,20 +196,20 @@ class Lane:
         group: The group.
         transport: ``"mpi"`` or ``"nccl"``.
         blocks: A synchronous operation is complete when its call returns; on a GPU it is only launched then.
-        enabled: Records are kept.
+        enabled: Entries are kept.
         channels: Messages so far per (op, peer, tag), so that the n-th send of a channel meets its n-th receive.
     """
 
     __slots__ = (
+        "_append",
+        "_next",
+        "_sites",
         "blocks",
         "channels",
         "enabled",
         "group",
         "id",
-        "numbers",
         "p2p_numbers",
-        "records",
-        "sites",
         "transport",
     )
 
@@ -127,153 +218,173 @@ class Lane:
         self.transport = transport
         self.blocks = transport == "mpi"
         self.id = next(_lanes)
-        self.numbers = itertools.count(1)
         self.p2p_numbers = itertools.count(1)
         self.channels: dict[tuple[str, int, int], int] = {}
-        self.records = ring()
-        self.enabled = self.records.maxlen != 0
-        self.sites = config().call_sites
+        self.enabled = ring().maxlen != 0
+        self._append = ring().append
+        self._next = itertools.count(1).__next__
+        self._sites = config().call_sites
 
     @property
     def name(self) -> str:
         """The group's name; CUDA tensors of a group are numbered apart, and so have a name apart."""
         return self.group.name if self.transport == "mpi" else f"{self.group.name}:{self.transport}"
 
+    def begin(self, op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None = None) -> Row:
+        """Enter a collective before it is issued, so that one which never returns is there, too.
 
-_Sizes = tuple["tuple[torch.Size, torch.dtype]", ...]
+        Args:
+            op: Its name, such as ``"all_reduce"``.
+            outputs: The tensors that it writes.
+            inputs: Those that it reads; None where they are the outputs.
+
+        Returns:
+            The entry; its caller sets its fate: the time, or what `follow` or `failed` returns.
+        """
+        if not self.enabled:
+            return _NOWHERE
+        # most have one tensor
+        sizes: Any = _size(outputs[0]) if len(outputs) == 1 else _sizes(outputs)
+        row = [_next_id(), self, op, self._next(), sizes, None if inputs is None else _sizes(inputs), monotonic(), None]
+        if self._sites:
+            row.append(_call_site.caller())
+        self._append(row)
+        return row
+
+    @contextlib.contextmanager
+    def during(self, op: str) -> Iterator[None]:
+        """Enter a collective that runs inside the block and returns no work."""
+        row = self.begin(op, ())
+        try:
+            yield
+        except BaseException as error:
+            row[FATE] = failed(error)
+            raise
+        row[FATE] = monotonic()
+
+    def begin_message(self, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Message:
+        """Enter a point-to-point operation with a group rank, or from any with None, before it is issued."""
+        message, sizes = Message(self, op, peer, tag), _size(tensor)
+        outputs, inputs = ([], sizes) if op == "send" else (sizes, [])
+        row = [_next_id(), self, op, 0, outputs, inputs, monotonic(), message]
+        if self._sites:
+            row.append(_call_site.caller())
+        self._append(row)
+        return message
 
 
-def _sizes(tensors: Sequence[torch.Tensor]) -> _Sizes:
-    if len(tensors) == 1:  # most have one tensor, and a comprehension costs half as much again
-        tensor = tensors[0]
-        return ((tensor.shape, tensor.dtype),)
-    return tuple([(tensor.shape, tensor.dtype) for tensor in tensors])
+def follow(completion: Completion) -> Progress:
+    """Return the fate of an operation that ``completion`` completes."""
+    progress = Progress()
+    completion.track(progress)
+    return progress
 
 
+def failed(error: BaseException) -> Progress:
+    """Return the fate of an operation whose issuing raised ``error``."""
+    progress = Progress()
+    progress.end(error)
+    return progress
+
+
+_Size = tuple["torch.Size", "torch.dtype"]
+_size = attrgetter("shape", "dtype")  # one call
+
+
+def _sizes(tensors: Sequence[torch.Tensor]) -> _Size | list[_Size]:
+    """Return size and dtype: of each tensor, or bare where there is one."""
+    return _size(tensors[0]) if len(tensors) == 1 else list(map(_size, tensors))
+
+
+# reading -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
 class Record:
-    """One operation; made before it is issued, so that one which never returns is there, too.
-
-    As a context manager it notes an exception that leaves the block.
-
-    Args:
-        lane: Where it is issued.
-        op: Its name, such as ``"all_reduce"``.
-        outputs: The tensors that it writes.
-        inputs: Those that it reads; None where they are the outputs.
+    """One operation, as it stood when it was read.
 
     Attributes:
-        number: Its number in the lane, from 1; the same on all ranks of a program that is right.
-        inputs: Size and dtype of each input; likewise ``outputs``.
+        id: Its number in the process, from 0.
+        lane: Where it was issued.
+        op: Its name.
+        number: Its number in the lane, from 1, or a message's in its channel; the same on all ranks of a program that
+            is right.
+        outputs: Size and dtype of each tensor that it writes; likewise ``inputs``.
         created: ``time.monotonic()`` before it was issued.
-        returned: Whether issuing it has returned.
-        started: When its thread began with it; None before, or where nobody can say.
+        returned: Issuing it has returned.
+        started: When it began; None where it has not, or nobody can say.
         ended: When it was found to have ended, well or not.
-        error: Why it failed, as text.
-        captured: It went into a CUDA graph: it is not in flight, and nobody asks whether it is complete.
-        timeout_s: Seconds it may take; None for the group's.
-        also: Another record with the same completion, in a block of coalesced calls.
+        error: Why it failed.
+        captured: It went into a CUDA graph.
+        timeout_s: Seconds it may take.
+        site: Where in the user's program it was issued; empty if that was not recorded.
+        message: What only a point-to-point operation has.
     """
 
-    is_p2p = False
-    returned = False
-    started: float | None = None
-    ended: float | None = None
-    error = ""
-    captured = False
-    timeout_s: float | None = None
-    site = ""
-    also: Record | None = None
-
-    def __init__(
-        self, lane: Lane, op: str, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None = None
-    ) -> None:
-        self.id = next(_ids)
-        self.lane = lane
-        self.op = op
-        self.number: int | None = next(lane.numbers)
-        self.outputs = _sizes(outputs)
-        self.inputs = self.outputs if inputs is None else _sizes(inputs)
-        if lane.sites:
-            self.site = _call_site.caller()
-        self.created = monotonic()
-        lane.records.append(self)
-
-    def issued(self, work: Any) -> Any:
-        """Follow the work that issuing returned, and return it."""
-        completion = work.completion
-        if completion is not None:
-            completion.track(self)
-        elif self.lane.blocks:
-            self.ended = monotonic()
-        self.returned = True
-        return work
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Note that it has ended; the first call counts."""
-        record: Record | None = self
-        while record is not None:
-            if record.ended is None:
-                record.ended = monotonic()
-                if error is not None:
-                    record.error = f"{type(error).__name__}: {error}"
-            record = record.also
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if error is not None:
-            self.end(error)
+    id: int
+    lane: Lane
+    op: str
+    number: int
+    outputs: list[_Size]
+    inputs: list[_Size]
+    created: float
+    returned: bool
+    started: float | None
+    ended: float | None
+    error: str
+    captured: bool
+    timeout_s: float
+    site: str
+    message: Message | None
 
 
-class Message(Record):
-    """One point-to-point operation.
+def _record(row: Row) -> Record:
+    number, lane, op, serial, outputs, inputs, created, fate = row[: FATE + 1]
+    message = fate if isinstance(fate, Message) else None
+    progress, started, ended = fate, None, None
+    if isinstance(fate, Progress):
+        started, ended = fate.started, fate.ended
+        if fate.error and started is None:
+            started = created
+    else:
+        progress = Progress()
+        if lane.blocks:  # it ran, or runs, in the caller
+            started, ended = created, fate
+    return Record(
+        id=number,
+        lane=lane,
+        op=op,
+        number=serial,
+        outputs=_listed(outputs),
+        inputs=_listed(outputs if inputs is None else inputs),
+        created=created,
+        returned=fate is not None if message is None else message.returned,
+        started=started,
+        ended=ended,
+        error=progress.error,
+        captured=progress.captured,
+        timeout_s=lane.group.timeout_s if progress.timeout_s is None else progress.timeout_s,
+        site=row[FATE + 1] if len(row) > FATE + 1 else "",
+        message=message,
+    )
 
-    Attributes:
-        peer: The group rank at the other end; None for a receive from any rank, until it has received.
-        tag: Its tag.
-        any_source: It was a receive from any rank.
-        serial: Its number among the lane's point-to-point operations.
-        number: Its number in its channel, once it was issued or, from any rank, has received.
+
+def _listed(sizes: _Size | list[_Size]) -> list[_Size]:
+    return sizes if isinstance(sizes, list) else [sizes]
+
+
+def records() -> list[Record]:
+    """Return the operations in the order in which they were entered.
+
+    **Local:** any thread; takes no lock.
     """
+    # list() of a deque is one step, whatever other threads issue meanwhile
+    return [_record(row) for row in sorted(list(ring()), key=lambda row: row[0])]  # noqa: C414
 
-    is_p2p = True
 
-    def __init__(self, lane: Lane, op: str, tensor: torch.Tensor, peer: int | None, tag: int) -> None:
-        # not the base's: it would take a number of the collectives
-        self.id = next(_ids)
-        self.lane = lane
-        self.op = op
-        self.number = None
-        self.serial = next(lane.p2p_numbers)
-        self.peer = peer
-        self.tag = tag
-        self.any_source = peer is None
-        sizes = _sizes((tensor,))
-        self.inputs, self.outputs = (sizes, ()) if op == "send" else ((), sizes)
-        if lane.sites:
-            self.site = _call_site.caller()
-        self.created = monotonic()
-        lane.records.append(self)
-
-    def issued(self, work: Any) -> Any:
-        """Follow the work that issuing returned, and return it."""
-        if self.peer is not None:
-            self.number = self._next()
-        return super().issued(work)
-
-    def received_from(self, source: int) -> None:
-        """Note the rank that a receive from any rank received from."""
-        if self.peer is None:
-            self.peer = source
-            self.number = self._next()
-
-    def _next(self) -> int:
-        assert self.peer is not None  # noqa: S101  # for mypy: both callers have looked
-        channels, key = self.lane.channels, (self.op, self.peer, self.tag)
-        number = channels[key] = channels.get(key, 0) + 1
-        if len(channels) > _MAX_CHANNELS:  # a program may use a new tag for every message
-            del channels[next(iter(channels))]
-        return number
+def groups() -> list[Group]:
+    """Return the live groups, and those that entries refer to."""
+    # valuerefs() is one step, too
+    known = {group.number: group for reference in _groups.valuerefs() if (group := reference()) is not None}
+    known.update((row[1].group.number, row[1].group) for row in list(ring()))
+    return [group for _, group in sorted(known.items())]

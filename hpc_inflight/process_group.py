@@ -6,15 +6,16 @@ import os
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpc_inflight import _c10d_forms as forms
-from hpc_inflight import _mpi, group_set, work_registry
+from hpc_inflight import _mpi, flight_recorder, group_set, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight.errors import GroupDestroyedError, InvalidArgumentError
-from hpc_inflight.flight_recorder import Lane, Message, Record
+from hpc_inflight.flight_recorder import FATE, Lane
 from hpc_inflight.work import CoalescedCompletion, Completion, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -115,28 +116,27 @@ class ProcessGroupInflight(GroupIdentity):
         inputs: _Tensors | None = None,
     ) -> Any:
         """Issue and record it; without ``inputs`` they are the outputs."""
-        if not self._lane.enabled:
-            return self._issue_unrecorded(op, operations, outputs, opts, timeout)
-        record = Record(self._lane, op, outputs, inputs)
+        lane = self._lane
+        row = lane.begin(op, outputs, inputs)
         try:
-            work = self._issue_unrecorded(op, operations, outputs, opts, timeout)
+            if compat.profiler_enabled():
+                work = self._issue_profiled(op, operations, outputs, opts, timeout)
+            else:
+                is_async = opts is None or forms.is_async(opts) or self._coalesces()
+                work = None if is_async else self._comm.run_now(operations)
+                if work is None:
+                    if timeout is None and opts is not None:
+                        timeout = opts.timeout
+                    work = self._comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
+                    if is_async:
+                        self._issued(work, outputs)
         except BaseException as error:
-            record.end(error)
+            row[FATE] = flight_recorder.failed(error)
             raise
-        return record.issued(work)
-
-    def _issue_unrecorded(
-        self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
-    ) -> Any:
-        if compat.profiler_enabled():
-            return self._issue_profiled(op, operations, outputs, opts, timeout)
-        is_async = opts is None or forms.is_async(opts) or self._coalesces()
-        if not is_async and (done := self._comm.run_now(operations)) is not None:
-            return done
-        if timeout is None and opts is not None:
-            timeout = opts.timeout
-        work = self._comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
-        return self._issued(work, outputs) if is_async else work
+        if lane.enabled:
+            completion = work.completion
+            row[FATE] = monotonic() if completion is None else flight_recorder.follow(completion)
+        return work
 
     def _issue_profiled(
         self, op: str, operations: Sequence[Operation], outputs: _Tensors, opts: Any, timeout: Any
@@ -312,9 +312,8 @@ class ProcessGroupInflight(GroupIdentity):
         """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
         comm = self._open("monitored_barrier")
-        with Record(self._lane, "monitored_barrier", ()) as record:
+        with self._lane.during("monitored_barrier"):
             comm.monitored_barrier(seconds, all_ranks=wait_all_ranks)
-            record.end()
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single
@@ -328,20 +327,20 @@ class ProcessGroupInflight(GroupIdentity):
     def send(self, tensors: _Tensors, dst: int, tag: int) -> Any:
         """Send to a group rank; with the receive there, not collective."""
         comm, (tensor,) = self._open("send"), forms.single("send", tensors)
-        with self._profiled("send", tensor), Message(self._lane, "send", tensor, dst, tag) as record:
-            return self._issued(record.issued(comm.send(tensor, dst, tag, self._timeout_s)), ())
+        with self._profiled("send", tensor), self._lane.begin_message("send", tensor, dst, tag) as message:
+            return self._issued(message.issued(comm.send(tensor, dst, tag, self._timeout_s)), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
         comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
-        with self._profiled("recv", tensor), Message(self._lane, "recv", tensor, src, tag) as record:
-            return self._issued(record.issued(comm.recv(tensor, src, tag, self._timeout_s)), (tensor,))
+        with self._profiled("recv", tensor), self._lane.begin_message("recv", tensor, src, tag) as message:
+            return self._issued(message.issued(comm.recv(tensor, src, tag, self._timeout_s)), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
         comm, (tensor,) = self._open("recv"), forms.single("recv", tensors)
-        with self._profiled("recv", tensor), Message(self._lane, "recv", tensor, None, tag) as record:
-            return self._issued(record.issued(comm.recv(tensor, None, tag, self._timeout_s)), (tensor,))
+        with self._profiled("recv", tensor), self._lane.begin_message("recv", tensor, None, tag) as message:
+            return self._issued(message.issued(comm.recv(tensor, None, tag, self._timeout_s)), (tensor,))
 
     @staticmethod
     def _profiled(op: str, tensor: torch.Tensor) -> AbstractContextManager[Any]:

@@ -30,8 +30,8 @@ class Registration(Protocol):
         """Remove the work's entries; called once the work was waited."""
 
 
-class Trail(Protocol):
-    """What the flight recorder attaches to a completion; see `hpc_inflight.flight_recorder.Record`."""
+class Progress(Protocol):
+    """What the flight recorder attaches to a completion; see `hpc_inflight.flight_recorder.Progress`."""
 
     started: float | None
     timeout_s: float | None
@@ -54,7 +54,7 @@ class Completion:
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
         started_at: ``time.monotonic()`` when its thread began with it; None before.
-        record: What the flight recorder attached.
+        progress: What the flight recorder attached.
         captured: It went into a CUDA graph and is no work in flight.
     """
 
@@ -66,7 +66,7 @@ class Completion:
         "group",
         "issued_at",
         "op",
-        "record",
+        "progress",
         "seq",
         "started_at",
         "timeout_s",
@@ -82,33 +82,33 @@ class Completion:
         self.completed = False
         self.exception: BaseException | None = None
         self.started_at: float | None = None
-        self.record: Trail | None = None
+        self.progress: Progress | None = None
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
         # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
         self._done = _thread.allocate_lock()
         self._done.acquire()
 
-    def track(self, record: Trail) -> None:
-        """Tell ``record`` how far the operation comes, from here on; what has happened already, at once.
+    def track(self, progress: Progress) -> None:
+        """Tell ``progress`` how far the operation comes, from here on; what has happened already, at once.
 
         Each side writes its own field first and reads the other's then, so nothing is lost between two threads.
         """
-        record.timeout_s = self.timeout_s
-        if self.record is not None:
-            record.also = self.record
+        progress.timeout_s = self.timeout_s
+        if self.progress is not None:
+            progress.also = self.progress
         if self.captured:
-            record.captured = True
-        self.record = record
+            progress.captured = True
+        self.progress = progress
         if self.started_at is not None:
-            record.started = self.started_at
+            progress.started = self.started_at
         if self.completed:
-            record.end(self.exception)
+            progress.end(self.exception)
 
     def start(self) -> None:
         """Note that the thread which runs the operation begins with it."""
         self.started_at = time.monotonic()
-        if self.record is not None:
-            self.record.started = self.started_at
+        if self.progress is not None:
+            self.progress.started = self.started_at
 
     def finish(self, exception: BaseException | None = None, leave: Callable[[], None] | None = None) -> None:
         """Mark the operation as ended and wake everyone who waits.
@@ -126,8 +126,8 @@ class Completion:
         with _future_lock:
             self.completed = True
             attached, self._future = self._future, None
-        if self.record is not None:
-            self.record.end(self.exception)
+        if self.progress is not None:
+            self.progress.end(self.exception)
         if attached is not None:
             self._resolve(*attached)
             attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does

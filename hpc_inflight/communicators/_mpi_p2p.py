@@ -64,8 +64,8 @@ class RequestCompletion(Completion):
                 return
             if self.op == "recv":
                 self.source = status.Get_source()
-                if isinstance(self.record, Message):
-                    self.record.received_from(self.source)
+                if isinstance(self.progress, Message):
+                    self.progress.received_from(self.source)
             if self._after is not None:
                 self._after()
         except Exception as caught:  # noqa: BLE001  # MPI's error belongs to whoever waits
