@@ -7,7 +7,7 @@ Layers, which import only downwards (``lint-imports`` checks):
     backend, process_group        c10d's calls -> a communicator
     bootstrap, store              the world; the key-value store in MPI
     communicators/{mpi,nccl}      the backends, which never see each other
-    work, work_registry, group_set, _mpi
+    work, work_registry, group_set, flight_recorder, _mpi
     errors, dtypes, config, topology, _torch_compat
 
 Importing starts neither MPI nor CUDA nor a thread, and configures no logging.

@@ -24,9 +24,11 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 
 from hpc_inflight import flight_recorder
+from hpc_inflight._flight_records import Record
+from hpc_inflight._flight_records import records as all_records
 from hpc_inflight.config import config
 from hpc_inflight.errors import InflightError, InvalidArgumentError
-from hpc_inflight.flight_recorder import Lane, Message, Process, Record
+from hpc_inflight.flight_recorder import Lane, Message, Process
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -110,7 +112,7 @@ def _file(path: str) -> Path:
 def snapshot() -> dict[str, Any]:
     """Return the dump: dicts, lists, tuples, text and numbers alone."""
     clock = time.time_ns() - time.monotonic_ns()
-    records = flight_recorder.records()
+    records = all_records()
     config_: dict[str, Any] = {}
     for group in flight_recorder.groups():
         _describe(config_, group.name, group.desc, group.ranks)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpc_inflight as hi
-from hpc_inflight import _flight_dump, flight_recorder
+from hpc_inflight import _flight_dump, _flight_records, flight_recorder
 from hpc_inflight.cli._trace_load import TraceError, unpickle
 from hpc_inflight.config import config
 from hpc_inflight.flight_recorder import FATE, Group, Lane
@@ -54,7 +54,7 @@ def test_the_ring_keeps_the_last_ones_and_their_numbers(ring: pytest.MonkeyPatch
     lane = made()
     for _ in range(5):
         lane.begin("all_reduce", (torch.ones(2),))[FATE] = 0.0
-    assert [record.number for record in flight_recorder.records()] == [3, 4, 5]
+    assert [record.number for record in _flight_records.records()] == [3, 4, 5]
     first, *_, last = [entry["record_id"] for entry in entries()]
     assert last - first == 2
 
@@ -66,7 +66,7 @@ def test_off_keeps_nothing(ring: pytest.MonkeyPatch) -> None:
     row[FATE] = 0.0
     lane.begin_message("send", torch.ones(2), 1, 0)
     assert not lane.enabled
-    assert flight_recorder.records() == []
+    assert _flight_records.records() == []
 
 
 @pytest.mark.parametrize("text", ["-1", "many", "1.5"])
@@ -90,7 +90,7 @@ def test_no_tensor_is_kept(ring: pytest.MonkeyPatch) -> None:
     del tensors, work
     gc.collect()
     assert [reference() for reference in alive] == [None] * 4
-    assert len(flight_recorder.records()) == 3
+    assert len(_flight_records.records()) == 3
 
 
 def test_states_of_a_synchronous_operation(ring: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_operations_that_share_a_completion_end_together(ring: pytest.MonkeyPatc
     for _ in range(3000):  # more than Python's stack has room for
         lane.begin("all_reduce", (torch.ones(2),))[FATE] = flight_recorder.follow(completion)
     completion.finish()
-    assert {record.ended is not None for record in flight_recorder.records()} == {True}
+    assert {record.ended is not None for record in _flight_records.records()} == {True}
 
 
 def test_on_a_gpu_a_synchronous_operation_is_only_launched(ring: pytest.MonkeyPatch) -> None:
@@ -233,7 +233,7 @@ def test_entries_while_others_issue(ring: pytest.MonkeyPatch) -> None:
         stop.set()
         for thread in threads:
             thread.join()
-    numbers = [record.number for record in flight_recorder.records()]
+    numbers = [record.number for record in _flight_records.records()]
     assert len(set(numbers)) == len(numbers) == 50
 
 
