@@ -80,15 +80,13 @@ class Progress:
         also: Progress of another operation with the same completion, in a block of coalesced calls.
     """
 
-    __slots__ = ("also", "captured", "ended", "error", "started", "timeout_s")
-
-    def __init__(self) -> None:
-        self.started: float | None = None
-        self.ended: float | None = None
-        self.error = ""
-        self.captured = False
-        self.timeout_s: float | None = None
-        self.also: Progress | None = None
+    # on the class: one is made for every operation, and most of them stay so
+    started: float | None = None
+    ended: float | None = None
+    error = ""
+    captured = False
+    timeout_s: float | None = None
+    also: Progress | None = None
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that it has ended; the first call counts."""
@@ -124,10 +122,7 @@ class Message(Progress):
         returned: Issuing it has returned.
     """
 
-    __slots__ = ("any_source", "lane", "number", "op", "peer", "returned", "serial", "tag")
-
     def __init__(self, lane: Lane, op: str, peer: int | None, tag: int) -> None:
-        super().__init__()
         self.lane = lane
         self.op = op
         self.peer = peer

@@ -219,7 +219,9 @@ def test_entries_while_others_issue(ring: pytest.MonkeyPatch) -> None:
     lane, stop = made(), threading.Event()
 
     def issue() -> None:
-        while not stop.is_set():
+        issued = 0
+        while not stop.is_set() or issued < 100:
+            issued += 1
             lane.begin("all_reduce", (torch.ones(2),))[FATE] = 0.0
 
     threads = [threading.Thread(target=issue) for _ in range(2)]
