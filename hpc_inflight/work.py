@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from hpc_inflight.flight_recorder import Progress
+
 _future_lock = threading.Lock()  # taken only around the few instructions that attach or read a future
 
 
@@ -28,18 +30,6 @@ class Registration(Protocol):
 
     def waited(self) -> None:
         """Remove the work's entries; called once the work was waited."""
-
-
-class Progress(Protocol):
-    """What the flight recorder attaches to a completion; see `hpc_inflight.flight_recorder.Progress`."""
-
-    started: float | None
-    timeout_s: float | None
-    captured: bool
-    also: Any
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Note that the operation has ended."""
 
 
 class Completion:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _coalescing_manager
 
 import hpc_inflight as hi
-from hpc_inflight import _flight_dump, _flight_records
+from hpc_inflight import _flight_format, _flight_records
 from hpc_inflight.cli._trace_compare import compare
 from hpc_inflight.cli._trace_load import load
 from hpc_inflight.testing import assert_on_all_ranks
@@ -37,7 +37,7 @@ def group() -> Iterator[Any]:
 
 def gathered(group: Any) -> list[dict[str, Any]]:
     """Return every rank's dump of one group's operations, on every rank."""
-    mine, name = _flight_dump.snapshot(), group.group_name
+    mine, name = _flight_format.snapshot(), group.group_name
     mine["entries"] = [
         entry
         for entry in mine["entries"]
@@ -169,12 +169,12 @@ def test_subgroups_have_global_ranks(rank: int, size: int) -> None:
     try:
         if rank in members:
             dist.all_reduce(torch.ones(2), group=made)
-            config = _flight_dump.snapshot()["pg_config"][made.group_name]
+            config = _flight_format.snapshot()["pg_config"][made.group_name]
             assert config == {"name": made.group_name, "desc": "edges", "ranks": str(members)}
             split = made.split_group(list(range(len(members)))[-1:])
             if rank == size - 1:
                 split.allreduce([torch.ones(2)])
-                assert _flight_dump.snapshot()["pg_config"][split.group_name]["ranks"] == str([size - 1])
+                assert _flight_format.snapshot()["pg_config"][split.group_name]["ranks"] == str([size - 1])
     finally:
         if rank in members:
             dist.destroy_process_group(made)

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import hpc_inflight as hi
-from hpc_inflight import _flight_dump, _flight_records, flight_recorder
+from hpc_inflight import _flight_format, _flight_records, flight_recorder
 from hpc_inflight.cli._trace_load import TraceError, unpickle
 from hpc_inflight.config import config
 from hpc_inflight.flight_recorder import FATE, Group, Lane
@@ -45,7 +45,7 @@ def made(name: str = "g", rank: int = 0, ranks: tuple[int, ...] = (0, 1), transp
 
 
 def entries() -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = _flight_dump.snapshot()["entries"]
+    found: list[dict[str, Any]] = _flight_format.snapshot()["entries"]
     return found
 
 
@@ -203,7 +203,7 @@ def test_a_second_group_of_a_name_has_a_name_of_its_own(ring: pytest.MonkeyPatch
     for lane in (first, second):
         lane.begin("all_reduce", (torch.ones(2),))[FATE] = 0.0
     assert [entry["process_group"][0] for entry in entries()] == ["0", "0#2"]
-    assert set(_flight_dump.snapshot()["pg_config"]) >= {"0", "0#2"}
+    assert set(_flight_format.snapshot()["pg_config"]) >= {"0", "0#2"}
 
 
 def test_call_sites(ring: pytest.MonkeyPatch) -> None:
