@@ -9,16 +9,18 @@ import threading
 import time
 import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
 import hpc_inflight as hi
-from hpc_inflight import _flight_format, _flight_records, flight_recorder
+from hpc_inflight import _flight_dump, _flight_format, _flight_records, flight_recorder, watchdog
 from hpc_inflight.cli._trace_load import TraceError, unpickle
-from hpc_inflight.config import config
-from hpc_inflight.flight_recorder import FATE, Group, Lane
+from hpc_inflight.communicators._nccl_completion import StreamCompletion
+from hpc_inflight.config import Config, config
+from hpc_inflight.flight_recorder import FATE, Group, Lane, Progress
 from hpc_inflight.work import Completion, Work
 
 if TYPE_CHECKING:
@@ -294,3 +296,39 @@ def test_what_is_damaged_is_refused() -> None:
     for length in range(len(whole)):
         with pytest.raises(TraceError, match="damaged, cut short or no pickle"):
             unpickle(whole[:length])
+
+
+def test_a_dump_that_fails_says_so_once_and_raises_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_flight_dump, "_said", threading.Event())
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setattr(_flight_dump, "config", lambda: Config(dump_dir=str(tmp_path / "file" / "dumps")))
+    _flight_dump.dump_on_failure()
+    _flight_dump.dump_on_failure()
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "the flight recorder cannot be written" in said
+
+
+def test_a_failure_writes_the_recorder_and_says_where(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(_flight_dump, "_said", threading.Event())
+    monkeypatch.setattr(_flight_dump, "config", lambda: Config(dump_dir=str(tmp_path / "dumps")))
+    assert _flight_dump.dump_on_failure in watchdog.watchdog.on_failure
+    _flight_dump.dump_on_failure()
+    (written,) = (tmp_path / "dumps").iterdir()
+    assert str(written) in capsys.readouterr().err
+
+
+def test_a_graph_that_takes_an_operation_late_marks_all_that_follow_it() -> None:
+    completion = StreamCompletion.__new__(StreamCompletion)
+    completion._stream, completion.event = SimpleNamespace(events=[]), 0
+    completion.progress = first = Progress()
+    second = Progress()
+    second.also, completion.progress = first, second
+    completion.capture()
+    assert first.captured
+    assert second.captured
+    assert completion.captured
