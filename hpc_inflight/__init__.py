@@ -8,7 +8,7 @@ Layers, which import only downwards (``lint-imports`` checks):
     backend, process_group        c10d's calls -> a communicator
     bootstrap, store              the world; the key-value store in MPI
     communicators/{mpi,nccl}      the backends, which never see each other
-    work, work_registry, group_set, _mpi
+    work, work_registry, group_set, flight_recorder, _mpi
     errors, dtypes, config, topology, _torch_compat
 
 Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
@@ -17,6 +17,7 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 from __future__ import annotations
 
 from hpc_inflight import backend, capture, store, watchdog
+from hpc_inflight._flight_dump import dump_flight_recorder, dump_on_failure
 from hpc_inflight.bootstrap import World, finalize, init, world
 from hpc_inflight.capture import graph
 from hpc_inflight.errors import (
@@ -74,6 +75,7 @@ __all__ = [
     "UnwaitedWarning",
     "World",
     "allow_inflight_collective_as_graph_input",
+    "dump_flight_recorder",
     "finalize",
     "graph",
     "groups",
@@ -88,4 +90,5 @@ __all__ = [
 backend.register()
 capture.register()
 watchdog.register()
+watchdog.watchdog.on_failure.append(dump_on_failure)
 store.register_rendezvous()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hpc_inflight import _torch_compat as compat
+from hpc_inflight import flight_recorder
 
 BACKEND = "hpc_inflight"
 DEVICES = ("cpu", "cuda")
@@ -27,6 +28,7 @@ class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's s
         self._size = size
         self._timeout_s = timeout_s
         self._name = self._desc = "undefined"
+        self._flight = flight_recorder.Group(rank, size, timeout_s)
 
     def getRank(self) -> int:
         """Return this process's rank in the group."""
@@ -53,6 +55,7 @@ class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's s
     def setGroupName(self, name: str) -> None:
         """Set the name under which functional collectives and DeviceMesh find the group."""
         self._name = name
+        self._flight.rename(name)
 
     _set_group_name = setGroupName
 
@@ -62,7 +65,7 @@ class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's s
 
     def setGroupDesc(self, desc: str) -> None:
         """Set the description."""
-        self._desc = desc
+        self._desc = self._flight.desc = desc
 
     _set_group_desc = setGroupDesc
 
@@ -97,7 +100,7 @@ class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's s
     supports_time_estimate = False
 
     def _set_default_timeout(self, timeout: timedelta) -> None:
-        self._timeout_s = timeout.total_seconds()
+        self._timeout_s = self._flight.timeout_s = timeout.total_seconds()
 
     set_timeout = _set_default_timeout
 

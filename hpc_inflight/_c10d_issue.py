@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight import work_registry
+from hpc_inflight import flight_recorder, work_registry
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
+from hpc_inflight.flight_recorder import FATE, Lane
 from hpc_inflight.work import CoalescedCompletion, DoneWork, Work
 
 if TYPE_CHECKING:
@@ -40,6 +42,8 @@ class Issuer(GroupIdentity):
     def __init__(self, store: Any, rank: int, size: int, communicator: MPICommunicator, timeout_s: float) -> None:
         super().__init__(store, rank, size, timeout_s)
         self._comm = communicator
+        self._flight.ranks = communicator.global_ranks
+        self._lane, self._nccl_lane = Lane(self._flight, "mpi"), Lane(self._flight, "nccl")
         self._nccl: Any = None  # the NCCLCommunicator, made at the first use of a CUDA tensor
         self._nccl_index = -1
         self._nccl_failure: InflightError | None = None
@@ -129,6 +133,33 @@ class Issuer(GroupIdentity):
         outputs: _Tensors,
         opts: Any,
         timeout: Any = None,
+        *,
+        inputs: _Tensors | None = None,
+    ) -> Any:
+        """Issue and record it; without ``inputs`` they are the outputs."""
+        lane = self._lane_of(comm)
+        row = lane.begin(op, outputs, inputs)
+        try:
+            work = self._issue_recorded(comm, op, operations, outputs, opts, timeout)
+        except BaseException as error:
+            row[FATE] = flight_recorder.failed(error)
+            raise
+        if lane.enabled:
+            completion = work.completion
+            row[FATE] = monotonic() if completion is None else flight_recorder.follow(completion)
+        return work
+
+    def _lane_of(self, comm: Communicator) -> Lane:
+        return self._lane if comm is self._comm else self._nccl_lane
+
+    def _issue_recorded(
+        self,
+        comm: Communicator,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: _Tensors,
+        opts: Any,
+        timeout: Any,
     ) -> Any:
         if compat.profiler_enabled():
             return self._issue_profiled(comm, op, operations, outputs, opts, timeout)

@@ -1,4 +1,4 @@
-"""Print what is in flight on a signal, also while the main thread is blocked in MPI or NCCL.
+"""Say on a signal what is in flight, also while the main thread is blocked in MPI or NCCL.
 
 Python runs a signal's handler in the main thread, between two of its instructions: never, in a job that hangs. The
 number of the signal is written to a pipe at once, though, by the part of Python that the system calls
@@ -16,6 +16,8 @@ import time
 from typing import TYPE_CHECKING
 
 from hpc_inflight import group_set, work_registry
+from hpc_inflight._flight_dump import dump_flight_recorder
+from hpc_inflight.config import config
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -24,7 +26,7 @@ _SHOWN = 50
 
 
 def install(number: int) -> None:
-    """Print `report` to stderr whenever the process gets the signal.
+    """Print `report` to stderr and write the flight recorder whenever the process gets the signal.
 
     **Local:** once, in the main thread; elsewhere only the main thread could install a handler, and nothing is done.
     A program that sets a wakeup descriptor of its own (asyncio does) gets the report when its main thread is free.
@@ -50,12 +52,25 @@ def install(number: int) -> None:
     def read() -> None:
         while got := receiver.recv(16):
             for _ in range(got.count(number)):
-                sys.stderr.write(report())
+                sys.stderr.write(report() + _written())
                 sys.stderr.flush()
 
     signal.signal(number, handler)
     signal.siginterrupt(number, False)  # a system call of the program must not end for being asked
     threading.Thread(target=read, name="hpc_inflight-dump", daemon=True).start()
+
+
+def _written() -> str:
+    if not config().flight_recorder:
+        return ""
+    try:
+        return f"{_name()}: flight recorder in {dump_flight_recorder()}\n"
+    except OSError as error:
+        return f"{_name()}: the flight recorder cannot be written: {error}\n"
+
+
+def _name() -> str:
+    return f"hpc_inflight: {work_registry.label() or f'process {os.getpid()}'}"
 
 
 def report() -> str:
@@ -64,7 +79,7 @@ def report() -> str:
     **Local:** any thread, any time.
     """
     now = time.monotonic()
-    name = f"hpc_inflight: {work_registry.label() or f'process {os.getpid()}'}"
+    name = _name()
     lines = []
     for group in group_set.groups():
         pending = group.pending_works()

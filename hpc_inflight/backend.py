@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hpc_inflight import _mpi, work_registry
+from hpc_inflight import _mpi, flight_recorder, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._c10d_identity import BACKEND, DEVICES
 from hpc_inflight.communicators.mpi import MPICommunicator
@@ -25,6 +25,7 @@ def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
     seconds = compat.timeout_s(opts.timeout, 1800.0)
     ranks = list(opts.global_ranks_in_group)
     world = _mpi.mpi().COMM_WORLD
+    flight_recorder.configure(world.rank, world.size)
     work_registry.configure(f"rank {world.rank} of {world.size}")
     if not ranks:
         _mpi.agree(_world_problem(opts), seconds, "init_process_group")

@@ -34,11 +34,16 @@ class Config:
             ``TORCH_DISTRIBUTED_DEBUG=DETAIL``).
         strict: Count the waits by tensor that found nothing in flight, and warn of the first
             (``HPC_INFLIGHT_STRICT=1``); also records call sites.
-        call_sites: Record where a registered work was issued (``HPC_INFLIGHT_CALL_SITES=1``).
+        call_sites: Record where a registered work, or one in the flight recorder, was issued
+            (``HPC_INFLIGHT_CALL_SITES=1``).
         on_unwaited: What to do about registered works that nobody waited for, unless ``init`` says otherwise:
             ``"warn"``, ``"raise"`` or ``"ignore"`` (``HPC_INFLIGHT_ON_UNWAITED``).
-        dump_signal: Number of the signal on which each rank prints what is in flight; 0 for none
-            (``HPC_INFLIGHT_DUMP_SIGNAL``, such as ``USR2``).
+        dump_signal: Number of the signal on which each rank prints what is in flight and writes its flight recorder; 0
+            for none (``HPC_INFLIGHT_DUMP_SIGNAL``, such as ``USR2``).
+        flight_recorder: Operations that the flight recorder keeps; 0 turns it off
+            (``HPC_INFLIGHT_FLIGHT_RECORDER``).
+        dump_dir: Directory of the flight recorder's files where the caller names none; made when needed
+            (``HPC_INFLIGHT_DUMP_DIR``).
     """
 
     max_pending: int = 1024
@@ -53,6 +58,8 @@ class Config:
     call_sites: bool = False
     on_unwaited: str = "warn"
     dump_signal: int = 0
+    flight_recorder: int = 2000
+    dump_dir: str = "hpc_inflight_dumps"
 
 
 def _positive(name: str, default: float, kind: type) -> float:
@@ -67,6 +74,14 @@ def _positive(name: str, default: float, kind: type) -> float:
         msg = f"{name}: expected a positive {kind.__name__}, found {text!r}; unset it or correct it"
         raise InvalidArgumentError(msg)
     return float(value)
+
+
+def _count(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        msg = f"{name}: expected a number, 0 for none, found {text!r}; unset it or correct it"
+        raise InvalidArgumentError(msg)
+    return int(text)
 
 
 def _flag(name: str, default: str = "0") -> bool:
@@ -129,4 +144,6 @@ def config() -> Config:
         call_sites=_flag("HPC_INFLIGHT_CALL_SITES") or _flag("HPC_INFLIGHT_STRICT"),
         on_unwaited=_choice("HPC_INFLIGHT_ON_UNWAITED", ON_UNWAITED, Config.on_unwaited),
         dump_signal=_signal_number("HPC_INFLIGHT_DUMP_SIGNAL"),
+        flight_recorder=_count("HPC_INFLIGHT_FLIGHT_RECORDER", Config.flight_recorder),
+        dump_dir=os.environ.get("HPC_INFLIGHT_DUMP_DIR") or Config.dump_dir,
     )

@@ -127,7 +127,7 @@ class ProcessGroupInflight(Issuer):
         else:
             root, op = self._peer("reduce", opts.rootRank), forms.reduction(opts)
         outputs = (tensor,) if root == self._rank else ()
-        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, opts)
+        return self._issue(comm, "reduce", [comm.reduce(tensor, root, op)], outputs, opts, inputs=(tensor,))
 
     def broadcast(self, tensors: _Tensors | torch.Tensor, opts: Any = None, timeout: Any = None) -> Any:
         """Copy the root's tensor to the others."""
@@ -140,7 +140,9 @@ class ProcessGroupInflight(Issuer):
         """Gather every rank's tensor into a list on every rank."""
         (tensor,), targets = forms.single("all_gather", inputs), forms.per_rank(outputs)
         comm = self._open("all_gather", tensor)
-        return self._issue(comm, "all_gather", [comm.all_gather(targets, tensor)], targets, opts, timeout)
+        return self._issue(
+            comm, "all_gather", [comm.all_gather(targets, tensor)], targets, opts, timeout, inputs=(tensor,)
+        )
 
     def allgather_coalesced(self, output_lists: Sequence[_Tensors], inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors; ``output_lists[rank][i]`` receives that rank's i-th tensor."""
@@ -150,56 +152,58 @@ class ProcessGroupInflight(Issuer):
         columns = [[row[i] for row in output_lists] for i in range(len(inputs))]
         operations = [comm.all_gather(column, t) for column, t in zip(columns, inputs, strict=True)]
         outputs = [t for row in output_lists for t in row]
-        return self._issue(comm, "all_gather_coalesced", operations, outputs, opts)
+        return self._issue(comm, "all_gather_coalesced", operations, outputs, opts, inputs=inputs)
 
     def all_gather_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Gather every rank's tensor into one tensor on every rank."""
         output, tensor = forms.plain(output), forms.plain(tensor)
         comm = self._open("all_gather_into_tensor", tensor)
-        return self._issue(comm, "all_gather_into_tensor", [comm.all_gather_into(output, tensor)], (output,), opts)
+        operations = [comm.all_gather_into(output, tensor)]
+        return self._issue(comm, "all_gather_into_tensor", operations, (output,), opts, inputs=(tensor,))
 
     def all_gather_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Gather several tensors into one tensor each, as one work."""
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         comm = self._open_any("all_gather_into_tensor_coalesced", inputs)
         operations = [comm.all_gather_into(o, i) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue(comm, "all_gather_into_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "all_gather_into_tensor_coalesced", operations, tuple(outputs), opts, inputs=inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Gather every rank's tensor into a list on the root."""
         (tensor,), targets = forms.single("gather", inputs), forms.per_rank(outputs)
         comm = self._open("gather", tensor)
         root = self._peer("gather", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, opts, *args)
+        return self._issue(comm, "gather", [comm.gather(targets, tensor, root)], targets, opts, *args, inputs=(tensor,))
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any = None, *args: Any) -> Any:
         """Send the root's i-th tensor to rank i."""
         (output,), sources = forms.single("scatter", outputs), forms.per_rank(inputs)
         comm = self._open("scatter", output)
         root = self._peer("scatter", opts if isinstance(opts, int) else opts.rootRank)
-        return self._issue(comm, "scatter", [comm.scatter(output, sources, root)], (output,), opts, *args)
+        return self._issue(
+            comm, "scatter", [comm.scatter(output, sources, root)], (output,), opts, *args, inputs=sources
+        )
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, timeout: Any = None) -> Any:
         """Reduce lists of tensors over the ranks; rank i keeps the i-th."""
         (output,), sources = forms.single("reduce_scatter", outputs), forms.per_rank(inputs)
         comm = self._open("reduce_scatter", output)
         operation = comm.reduce_scatter(output, sources, forms.reduction(opts))
-        return self._issue(comm, "reduce_scatter", [operation], (output,), opts, timeout)
+        return self._issue(comm, "reduce_scatter", [operation], (output,), opts, timeout, inputs=sources)
 
     def reduce_scatter_single(self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = None) -> Any:
         """Reduce one tensor over the ranks; rank i keeps the i-th part."""
         output, tensor, op = forms.plain(output), forms.plain(tensor), forms.reduction(opts)
         comm = self._open("reduce_scatter_tensor", tensor)
-        return self._issue(
-            comm, "reduce_scatter_tensor", [comm.reduce_scatter_into(output, tensor, op)], (output,), opts
-        )
+        operations = [comm.reduce_scatter_into(output, tensor, op)]
+        return self._issue(comm, "reduce_scatter_tensor", operations, (output,), opts, inputs=(tensor,))
 
     def reduce_scatter_single_coalesced(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Reduce and scatter several tensors as one work."""
         outputs, inputs, op = forms.plain_all(outputs), forms.plain_all(inputs), forms.reduction(opts)
         comm = self._open_any("reduce_scatter_tensor_coalesced", inputs)
         operations = [comm.reduce_scatter_into(o, i, op) for o, i in zip(outputs, inputs, strict=True)]
-        return self._issue(comm, "reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts)
+        return self._issue(comm, "reduce_scatter_tensor_coalesced", operations, tuple(outputs), opts, inputs=inputs)
 
     def all_to_all_single(
         self,
@@ -213,13 +217,14 @@ class ProcessGroupInflight(Issuer):
         output, tensor = forms.plain(output), forms.plain(tensor)
         comm = self._open("all_to_all_single", tensor)
         operation = comm.all_to_all_single(output, tensor, output_splits, input_splits)
-        return self._issue(comm, "all_to_all_single", [operation], (output,), opts)
+        return self._issue(comm, "all_to_all_single", [operation], (output,), opts, inputs=(tensor,))
 
     def alltoall(self, outputs: _Tensors, inputs: _Tensors, opts: Any = None) -> Any:
         """Exchange lists of tensors: ``inputs[i]`` goes to rank i."""
         outputs, inputs = forms.plain_all(outputs), forms.plain_all(inputs)
         comm = self._open_any("all_to_all", inputs)
-        return self._issue(comm, "all_to_all", [comm.all_to_all(outputs, inputs)], tuple(outputs), opts)
+        operations = [comm.all_to_all(outputs, inputs)]
+        return self._issue(comm, "all_to_all", operations, tuple(outputs), opts, inputs=inputs)
 
     def barrier(self, opts: Any = None, timeout: Any = None) -> Any:
         """Return on no rank before all have entered.
@@ -233,14 +238,17 @@ class ProcessGroupInflight(Issuer):
         operations = [comm.barrier(seconds)]
         if self._nccl is not None:
             if self._nccl.capturing():
-                return self._nccl.captured_barrier()
+                with self._nccl_lane.during("barrier"):
+                    return self._nccl.captured_barrier()
             operations.insert(0, self._nccl.fence(seconds))
         return self._issue(comm, "barrier", operations, (), opts, timeout)
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Block until all ranks have entered; rank 0's error names the first rank that did not, or all of them."""
         seconds = self._timeout_s if timeout is None else timeout.total_seconds()
-        self._open_mpi("monitored_barrier").monitored_barrier(seconds, all_ranks=wait_all_ranks)
+        comm = self._open_mpi("monitored_barrier")
+        with self._lane.during("monitored_barrier"):
+            comm.monitored_barrier(seconds, all_ranks=wait_all_ranks)
 
     # torch 2.13 renamed these; both families call the same methods
     _allgather_base = all_gather_single
@@ -255,22 +263,25 @@ class ProcessGroupInflight(Issuer):
         """Send to a group rank; with the receive there, not collective."""
         (tensor,) = forms.single("send", tensors)
         comm = self._open("send", tensor)
-        with self._profiled("send", tensor):
-            return self._issued(comm.send(tensor, dst, tag, self._timeout_s), ())
+        message = self._lane_of(comm).begin_message("send", tensor, dst, tag)
+        with self._profiled("send", tensor), message:
+            return self._issued(message.issued(comm.send(tensor, dst, tag, self._timeout_s)), ())
 
     def recv(self, tensors: _Tensors, src: int, tag: int) -> Any:
         """Receive from a group rank; with the send there, not collective."""
         (tensor,) = forms.single("recv", tensors)
         comm = self._open("recv", tensor)
-        with self._profiled("recv", tensor):
-            return self._issued(comm.recv(tensor, src, tag, self._timeout_s), (tensor,))
+        message = self._lane_of(comm).begin_message("recv", tensor, src, tag)
+        with self._profiled("recv", tensor), message:
+            return self._issued(message.issued(comm.recv(tensor, src, tag, self._timeout_s)), (tensor,))
 
     def recv_anysource(self, tensors: _Tensors, tag: int) -> Any:
         """Receive from whichever rank sends; the work's ``source_rank()`` says which it was."""
         (tensor,) = forms.single("recv", tensors)
         comm = self._open("recv", tensor)
-        with self._profiled("recv", tensor):
-            return self._issued(comm.recv(tensor, None, tag, self._timeout_s), (tensor,))
+        message = self._lane_of(comm).begin_message("recv", tensor, None, tag)
+        with self._profiled("recv", tensor), message:
+            return self._issued(message.issued(comm.recv(tensor, None, tag, self._timeout_s)), (tensor,))
 
     @staticmethod
     def _profiled(op: str, tensor: torch.Tensor) -> AbstractContextManager[Any]:

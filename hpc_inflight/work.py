@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from datetime import timedelta
 
+    from hpc_inflight.flight_recorder import Progress
+
 _future_lock = threading.Lock()  # taken only around the few instructions that attach or read a future
 
 
@@ -56,10 +58,27 @@ class Completion:
         exception: Why it failed; None when it did not.
         raised: Somebody was told so, by ``wait`` or by a future.
         device_type: Of the tensors; each type of device has sequence numbers of its own.
+        started_at: ``time.monotonic()`` when its thread began with it; None before.
+        progress: What the flight recorder attached.
+        captured: It went into a CUDA graph and is no work in flight.
     """
 
     device_type = "cpu"
-    __slots__ = ("_done", "_future", "completed", "exception", "group", "issued_at", "op", "raised", "seq", "timeout_s")
+    captured = False
+    __slots__ = (
+        "_done",
+        "_future",
+        "completed",
+        "exception",
+        "group",
+        "issued_at",
+        "op",
+        "progress",
+        "raised",
+        "seq",
+        "started_at",
+        "timeout_s",
+    )
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
         self.op = op
@@ -70,10 +89,34 @@ class Completion:
         self.completed = False
         self.exception: BaseException | None = None
         self.raised = False
+        self.started_at: float | None = None
+        self.progress: Progress | None = None
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
         # a bare lock, held until completion: a tenth of the cost of an Event, and this is made for every operation
         self._done = _thread.allocate_lock()
         self._done.acquire()
+
+    def track(self, progress: Progress) -> None:
+        """Tell ``progress`` how far the operation comes, from here on; what has happened already, at once.
+
+        Each side writes its own field first and reads the other's then, so nothing is lost between two threads.
+        """
+        progress.timeout_s = self.timeout_s
+        if self.progress is not None:
+            progress.also = self.progress
+        if self.captured:
+            progress.captured = True
+        self.progress = progress
+        if self.started_at is not None:
+            progress.started = self.started_at
+        if self.completed:
+            progress.end(self.exception)
+
+    def start(self) -> None:
+        """Note that the thread which runs the operation begins with it."""
+        self.started_at = time.monotonic()
+        if self.progress is not None:
+            self.progress.started = self.started_at
 
     def finish(self, exception: BaseException | None = None, leave: Callable[[], None] | None = None) -> None:
         """Mark the operation as ended and wake everyone who waits.
@@ -110,6 +153,8 @@ class Completion:
             self.exception = None if exception is None else exception.with_traceback(None)
             self.completed = True
             attached, self._future = self._future, None
+        if self.progress is not None:
+            self.progress.end(self.exception)
         if attached is not None:
             self._resolve(*attached)
             attached = None  # it holds the tensors, and whoever waits may look at once whether anybody does
@@ -293,6 +338,8 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
 
 class DoneWork(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
     """What a synchronous operation returns: c10d still calls ``wait`` on it, and nothing is left to do."""
+
+    completion = None  # there is nothing to follow
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:  # noqa: ARG002  # c10d's signature
         """Return at once."""

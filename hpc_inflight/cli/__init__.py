@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from hpc_inflight.cli import bench, bench_drain, bench_nccl, bench_registry
+from hpc_inflight.cli import bench, bench_drain, bench_nccl, bench_registry, trace
 from hpc_inflight.cli.info import info
 from hpc_inflight.cli.slurm import slurm
 
@@ -15,6 +15,7 @@ bench.app.command()(bench_nccl.nccl)
 app.add_typer(bench.app, name="bench")
 app.command()(info)
 app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})(slurm)
+app.command()(trace.trace)
 
 
 @app.callback()

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_inflight._mpi import abandon, mpi, poll, thread_multiple
 from hpc_inflight.errors import CollectiveTimeout
+from hpc_inflight.flight_recorder import Message
 from hpc_inflight.work import Completion
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ class RequestCompletion(Completion):
         self._request: Any = None
         self._requests: Requests | None = None
 
-    def start(self, request: Any, requests: Requests) -> None:
+    def attach(self, request: Any, requests: Requests) -> None:
         """Attach the MPI request and the list that keeps it until it is complete."""
+        self.started_at = self.issued_at
         self._request = request
         self._requests = requests
 
@@ -62,6 +64,8 @@ class RequestCompletion(Completion):
                 return
             if self.op == "recv":
                 self.source = status.Get_source()
+                if isinstance(self.progress, Message):
+                    self.progress.received_from(self.source)
             if self._after is not None:
                 self._after()
         except Exception as caught:  # noqa: BLE001  # MPI's error belongs to whoever waits

@@ -114,6 +114,7 @@ class Worker:
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:
             completion, operations = job
+            completion.start()
             error = self._run(operations)
             if error is not None and self.failed is None:
                 self.failed = completion, time.monotonic()

@@ -68,6 +68,8 @@ class StreamCompletion(Completion):
         self.captured = False
         self.exception: BaseException | None = None
         self.raised = False
+        self.started_at = None
+        self.progress = None
         self.source: int
         self._future = None
         self._stream = stream
@@ -85,8 +87,18 @@ class StreamCompletion(Completion):
             self.exception = exception.with_traceback(None)
         self.completed = True
         self._keep = self._future = None
+        if self.progress is not None:
+            self.progress.end(self.exception)
         if leave is not None:
             leave()
+
+    def capture(self) -> None:
+        """Note that a CUDA graph takes it, here and in the flight recorder."""
+        self.captured = True
+        progress = self.progress
+        while progress is not None:
+            progress.captured = True
+            progress = progress.also
 
     def fail(self, exception: BaseException) -> None:
         """Let everyone who waits raise ``exception``; its tensors stay, since the device may not be through with it."""

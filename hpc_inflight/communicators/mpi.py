@@ -146,6 +146,7 @@ class MPICommunicator(Mover):
             self._refuse()
         self.seq = next(self._numbers)
         completion = Completion(op, self.name, self.seq, timeout_s)
+        completion.start()
         error: BaseException | None = None
         try:
             self._worker.run_inline(operations, wait_turn=True)
@@ -192,7 +193,7 @@ class MPICommunicator(Mover):
         self._requests.sweep()
         self._begin_enqueuing(completion.op, completion.timeout_s)
         try:
-            completion.start(call(), self._requests)
+            completion.attach(call(), self._requests)
             self._requests.add(completion)
         finally:
             self._issue_lock.release()

@@ -154,7 +154,7 @@ class NCCLCommunicator(Mover):
         # the legacy default stream, of handle 0, cannot be captured
         if caller and self._capturing():
             self._check_capture(completion.op)
-            completion.captured = True
+            completion.capture()
             self._stream.launch(completion, operations, caller)
             return
         self._wait_for_gate(completion.op, completion.timeout_s)

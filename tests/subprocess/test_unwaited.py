@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import pytest
 
 from hpc_inflight.testing.launch import run_plain, run_ranks
+
+if TYPE_CHECKING:
+    from pathlib import Path
 
 START = """
 import os, signal, sys, threading, time, warnings
@@ -144,8 +149,9 @@ hi.finalize()
 """
 
 
-def test_a_signal_prints_what_is_in_flight_while_the_rank_is_blocked() -> None:
+def test_a_signal_prints_what_is_in_flight_while_the_rank_is_blocked(tmp_path: Path) -> None:
     env = {"HPC_INFLIGHT_DUMP_SIGNAL": "USR2", "HPC_INFLIGHT_ON_UNWAITED": "ignore"}
+    env["HPC_INFLIGHT_DUMP_DIR"] = str(tmp_path)
     run = run_ranks(2, ["-c", START + DUMP], env=env, check=True)
     for line in (
         "rank 0 of 2: pending on group 0 (rank 0 of 2): all_reduce (seq 1), ",
