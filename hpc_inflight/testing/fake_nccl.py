@@ -201,6 +201,7 @@ class FakeRuntime:
     def abort(self, communicator: FakeCommunicator) -> None:
         """Note it."""
         self.fail("abort")
+        communicator.stop()
         self.destroyed.append(("abort", communicator))
 
     def check(self, _communicator: FakeCommunicator) -> None:
@@ -277,6 +278,8 @@ class FakeCommunicator:
         creator, number = identity
         self._tag = _BASE_TAG + number * _TAGS_EACH
         self._seq = itertools.count()
+        self._stopped = False
+        self._stepping = threading.Lock()
         self._messages: dict[tuple[int, int], itertools.count[int]] = {}
         self._world = [0]
         if size > 1:
@@ -297,6 +300,20 @@ class FakeCommunicator:
         for other in ranks[1:]:
             comm.send(ranks, other, self._tag)
         return ranks
+
+    def stop(self) -> None:
+        """Touch no memory any more, as after ``ncclCommAbort``: its owners may free it."""
+        with self._stepping:
+            self._stopped = True
+
+    def _call(self, stream: int, steps: Iterator[bool]) -> None:
+        def unless_stopped() -> Iterator[bool]:
+            while True:
+                with self._stepping:
+                    over = self._stopped or next(steps)
+                yield over
+
+        self._runtime.call(stream, unless_stopped())
 
     def _receive(self, source: int, tag: int) -> Any:
         got: list[Any] = []
@@ -358,7 +375,7 @@ class FakeCommunicator:
                 finish(into)
             yield True
 
-        self._runtime.call(stream, steps())
+        self._call(stream, steps())
 
     def _reduced(self, parts: dict[int, bytes], dtype: torch.dtype, op: int) -> torch.Tensor:
         values = [torch.frombuffer(bytearray(parts[rank]), dtype=dtype) for rank in range(self.size)]
@@ -444,7 +461,7 @@ class FakeCommunicator:
             yield from self._exchange({peer: (address, nbytes, tag)}, {}, {})
             yield True
 
-        self._runtime.call(stream, steps() if peer != self.rank else self._to_self(address, nbytes, None, tag))
+        self._call(stream, steps() if peer != self.rank else self._to_self(address, nbytes, None, tag))
 
     def recv(self, address: int, count: int, kind: int, peer: int, stream: int) -> None:
         """Receive from a rank."""
@@ -452,7 +469,7 @@ class FakeCommunicator:
         nbytes, tag = count * _TYPES[kind].itemsize, self._message_tag(peer, self.rank)
         if peer == self.rank:
             # the send to itself has counted this pair's numbers, too
-            self._runtime.call(stream, self._to_self(None, nbytes, address, tag))
+            self._call(stream, self._to_self(None, nbytes, address, tag))
             return
 
         def steps() -> Iterator[bool]:
@@ -461,7 +478,7 @@ class FakeCommunicator:
             ctypes.memmove(address, into[peer], nbytes)
             yield True
 
-        self._runtime.call(stream, steps())
+        self._call(stream, steps())
 
     def _to_self(self, source: int | None, nbytes: int, target: int | None, _tag: int) -> Iterator[bool]:
         box: list[bytes] = self.__dict__.setdefault("_own", [])
