@@ -92,13 +92,14 @@ class MPICommunicator(Mover):
         if self._never_in_caller and not self._worker.is_current():
             return None
         self.called_at = time.monotonic()
+        ran = True
         try:
-            if not self._worker.run_inline(operations, wait_turn=self._inline_only):
-                return None
+            ran = self._worker.run_inline(operations, wait_turn=self._inline_only)
         finally:
             self.called_at = 0.0
-        self.seq = next(self._numbers)
-        return _DONE
+            if ran:  # also one that raised: the other ranks count it
+                self.seq = next(self._numbers)
+        return _DONE if ran else None
 
     def enqueue(
         self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
