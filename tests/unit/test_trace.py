@@ -372,7 +372,9 @@ def test_a_dump_that_pytorch_wrote(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         (tmp_path / "gloo_0").write_bytes(c10d._dump_fr_trace())
     finally:
         dist.destroy_process_group()
-    assert said(tmp_path).startswith("1 dump of 1 rank. The ranks agree on 2 collectives")
+    # Gloo's own thread notes the end of an operation after it has woken who waits: the dump may be before that
+    agree, noted_later = "The ranks agree on 2 collectives", "All have issued barrier at collective 2 of group 0"
+    assert said(tmp_path).startswith((f"1 dump of 1 rank. {agree}", f"1 dump of 1 rank. {noted_later}"))
 
 
 def test_bad_input(job: Callable[..., Path], tmp_path: Path) -> None:
