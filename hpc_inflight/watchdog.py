@@ -82,7 +82,7 @@ class Watchdog:
         """Start watching, unless this process is alone or MPI allows no second thread."""
         if self._thread is None and _mpi.started() and _mpi.mpi().COMM_WORLD.size > 1 and _mpi.thread_multiple():
             self._stop.clear()
-            patience.seconds = 2 * config().watchdog_s + _ANSWERS_S + _UNWIND_S
+            patience.seconds = 3 * config().watchdog_s + _ANSWERS_S + _UNWIND_S
             self._thread = threading.Thread(target=self._loop, name="hpc_inflight-watchdog", daemon=True)
             self._thread.start()
 
@@ -125,7 +125,8 @@ class Watchdog:
         else:
             return None
         left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)
-        if now - began > timeout_s or (left and not p2p):
+        # a look later than its deadline, so that whoever waits with one of its own raises first and the job lives on
+        if now - began > timeout_s + config().watchdog_s or (left and not p2p):
             return _Late(op, seq, device_type, p2p, now - began, timeout_s, left)
         return None
 

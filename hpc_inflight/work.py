@@ -57,6 +57,7 @@ class Completion:
         completed: True once the operation has ended, well or not.
         exception: Why it failed; None when it did not.
         raised: Somebody was told so, by ``wait`` or by a future.
+        watched: The watchdog looks at it; a wait without a timeout of its own leaves it the time to say who is missing.
         device_type: Of the tensors; each type of device has sequence numbers of its own.
         started_at: ``time.monotonic()`` when its thread began with it; None before.
         progress: What the flight recorder attached.
@@ -78,6 +79,7 @@ class Completion:
         "seq",
         "started_at",
         "timeout_s",
+        "watched",
     )
 
     def __init__(self, op: str, group: str, seq: int, timeout_s: float) -> None:
@@ -89,6 +91,7 @@ class Completion:
         self.completed = False
         self.exception: BaseException | None = None
         self.raised = False
+        self.watched = False
         self.started_at: float | None = None
         self.progress: Progress | None = None
         self._future: tuple[torch.futures.Future[Any], list[torch.Tensor]] | None = None
@@ -191,7 +194,7 @@ class Completion:
             CollectiveTimeout: The operation has not ended by then.
         """
         if not self.completed:
-            self.block(timeout_s(timeout, self.timeout_s + patience.seconds))
+            self.block(timeout_s(timeout, self.timeout_s + (patience.seconds if self.watched else 0.0)))
 
     def describe_timeout(self, seconds: float) -> str:
         """Return the text of the error for a deadline that passed."""

@@ -114,6 +114,7 @@ class MPICommunicator(Mover):
                 self._refuse()
             self.seq = next(self._numbers)
             completion = Completion(op, self.name, self.seq, timeout_s)
+            completion.watched = True
             self._worker.submit(completion, operations)
         finally:
             self._issue_lock.release()
