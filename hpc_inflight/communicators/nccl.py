@@ -103,6 +103,7 @@ class NCCLCommunicator(Mover):
         self._block_work: LateCompletion | None = None
         self._block_thread = 0
         self._block_outputs: list[torch.Tensor] = []
+        self._block_inputs: list[torch.Tensor] = []
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
             self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
@@ -128,7 +129,14 @@ class NCCLCommunicator(Mover):
         self.seq = next(self._numbers)
         return _DONE
 
-    def enqueue(self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float) -> Work:
+    def enqueue(
+        self,
+        op: str,
+        operations: Sequence[Launch],
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> Work:
         """Launch operations on the communication stream, as one NCCL group; see `Communicator.enqueue`.
 
         While this thread collects a block of calls, they are kept for its end.
@@ -137,21 +145,29 @@ class NCCLCommunicator(Mover):
             if self._unusable:
                 self._refuse()
             if self._block_thread == threading.get_ident():
-                return self._collect(operations, outputs)
-        if self._current_device() != self._index:
-            with self.runtime.on_device(self._index):
-                return self.enqueue(op, operations, outputs, timeout_s)
-        stream = self._stream
-        if stream.pending and (len(stream.pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
+                return self._collect(operations, outputs, inputs)
+        index, stream = self._index, self._stream
+        if self._current_device() != index:
+            with self.runtime.on_device(index):
+                return self.enqueue(op, operations, outputs, timeout_s, inputs)
+        pending = stream.pending
+        if pending and (len(pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
             stream.look_after(self._max_pending, timeout_s)
-        caller = self._current_stream(self._index)
+        caller = self._current_stream(index)
         self.seq = seq = next(self._numbers)
-        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, operations)
-        self._launch(completion, operations, caller)
+        keep = operations, outputs, inputs
+        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, keep)
+        # the legacy default stream, of handle 0, cannot be captured
+        if group_set.gate.closed or (caller and self._capturing()):
+            self._launch(completion, operations, caller)
+        else:
+            try:
+                stream.launch(completion, operations, caller)
+            finally:
+                pending.append(completion)  # also when it failed: a part may have been launched
         return Work(completion, outputs)
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        # the legacy default stream, of handle 0, cannot be captured
         if caller and self._capturing():
             self._check_capture(completion.op)
             completion.capture()
@@ -161,7 +177,7 @@ class NCCLCommunicator(Mover):
         try:
             self._stream.launch(completion, operations, caller)
         finally:
-            self._stream.pending.append(completion)  # also when it failed: a part may have been launched
+            self._stream.pending.append(completion)
 
     def _wait_for_gate(self, op: str, timeout_s: float) -> None:
         """Wait while another thread drains all groups; see `group_set.Gate`."""
@@ -189,9 +205,11 @@ class NCCLCommunicator(Mover):
     def begin_block(self) -> None:
         """Collect what this thread issues from here on, for one NCCL group; `end_block` launches it."""
         self._block_thread = threading.get_ident()
-        self._block, self._block_work, self._block_outputs = [], None, []
+        self._block, self._block_work, self._block_outputs, self._block_inputs = [], None, [], []
 
-    def _collect(self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor]) -> Work:
+    def _collect(
+        self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
+    ) -> Work:
         if self._block_work is None:
             self.seq = next(self._numbers)
             stream, until = self._stream, "its block of coalesced calls ends"
@@ -200,18 +218,20 @@ class NCCLCommunicator(Mover):
         assert self._block is not None  # noqa: S101  # for mypy: the caller has looked
         self._block += operations
         self._block_outputs += outputs
+        self._block_inputs += inputs or ()
         return Work(self._block_work, outputs)
 
     def end_block(self) -> Work | None:
         """Launch what was collected; None if that is nothing."""
         operations, outputs, late = self._block or [], self._block_outputs, self._block_work
-        self._block, self._block_work, self._block_outputs = None, None, []
+        keep = operations, outputs, self._block_inputs
+        self._block, self._block_work, self._block_outputs, self._block_inputs = None, None, [], []
         if late is None:
             return None
         with self.runtime.on_device(self._index):
             self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
-            late.hold(operations, caller)
+            late.hold(keep, caller)
             try:
                 self._launch(late, operations, caller)
             except Exception as error:
@@ -227,7 +247,7 @@ class NCCLCommunicator(Mover):
         if self._unusable:
             self._refuse()
         if self._block is not None and self._block_thread == threading.get_ident():
-            return self._collect([self.send_in_group(tensor, dst)], ())
+            return self._collect([self.send_in_group(tensor, dst)], (), (tensor,))
         self._check_tensor("send", tensor)
         check_peer("send", dst, self.size, self.name)
         value = layout.source(tensor)
@@ -242,7 +262,7 @@ class NCCLCommunicator(Mover):
             msg = "recv: NCCL cannot receive from any rank; name the source, or receive a CPU tensor"
             raise UnsupportedError(msg)
         if self._block is not None and self._block_thread == threading.get_ident():
-            return self._collect([self.recv_in_group(tensor, src)], [tensor])
+            return self._collect([self.recv_in_group(tensor, src)], [tensor], None)
         self._check_output("recv", tensor, "tensor")
         check_peer("recv", src, self.size, self.name)
         landing = layout.target(tensor)

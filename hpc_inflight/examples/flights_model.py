@@ -127,13 +127,23 @@ class ShardedDLRM:
     """
 
     def __init__(
-        self, dense_features: int, table_rows: Sequence[int], sharding: TableSharding, *, backend: str, seed: int
+        self,
+        dense_features: int,
+        table_rows: Sequence[int],
+        sharding: TableSharding,
+        *,
+        backend: str,
+        seed: int,
+        device: torch.device | None = None,
     ) -> None:
-        """Make the model; ``backend`` is the ``torch.compile`` backend of the over-arch."""
+        """Make the model; ``backend`` is the ``torch.compile`` backend of the over-arch.
+
+        The weights are drawn on the CPU, so that they are the same on any ``device``.
+        """
         torch.manual_seed(seed)  # Every rank draws the same dense layers.
-        self.bottom = mlp((dense_features, *BOTTOM_HIDDEN, sharding.dim))
-        self.over_arch = OverArch(sharding, TOP_HIDDEN)
-        self.tables = ShardedEmbeddings(table_rows, sharding, seed)
+        self.bottom = mlp((dense_features, *BOTTOM_HIDDEN, sharding.dim)).to(device)
+        self.over_arch = OverArch(sharding, TOP_HIDDEN).to(device)
+        self.tables = ShardedEmbeddings(table_rows, sharding, seed).to(device)
         self._compiled = torch.compile(self.over_arch, fullgraph=True, dynamic=False, backend=backend)
         self.sharding = sharding
 

@@ -324,10 +324,10 @@ def test_a_failure_writes_the_recorder_and_says_where(
 
 def test_a_graph_that_takes_an_operation_late_marks_all_that_follow_it() -> None:
     completion = StreamCompletion.__new__(StreamCompletion)
-    completion._stream, completion.event = SimpleNamespace(events=[]), 0
-    completion.progress = first = Progress()
-    second = Progress()
-    second.also, completion.progress = first, second
+    completion._stream, completion.event, completion.timeout_s = SimpleNamespace(events=[]), 0, 1.0
+    first, second = Progress(), Progress()
+    second.also = first
+    completion.track(second)
     completion.capture()
     assert first.captured
     assert second.captured
