@@ -410,8 +410,8 @@ REORDERING: dict[str, dict[str, Any]] = {
 }
 
 
-# torch 2.11's own pass asks for a group's device in a way that torch 2.11 deprecates
-@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated")
+# torch 2.11's own pass asks for the one device of a group, which torch 2.11 deprecates
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated", "ignore:Multiple backends are")
 @pytest.mark.parametrize("used", [True, False], ids=["result used", "input used"])
 @pytest.mark.parametrize("passes", REORDERING)
 def test_reordering_keeps_the_wait_before_the_first_use(passes: str, used: bool, late: Late) -> None:
