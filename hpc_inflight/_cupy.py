@@ -61,6 +61,7 @@ class Runtime:
     def __init__(self) -> None:
         self._cuda, self._nccl = _import_cupy()
         self.events: dict[int, list[int]] = {}
+        self._kept: set[int] = set()  # ids of the communicators that have not ended
         self.nccl_version: int = self._nccl.get_version()
         self.current_stream, self.current_device, self.capturing = compat.cuda_functions()
         self.event_record: Callable[[int, int], None] = self._cuda.eventRecord
@@ -147,16 +148,25 @@ class Runtime:
             signed = tuple((value + 128) % 256 - 128 for value in unique_id)
             communicator = self._nccl.NcclCommunicator(size, signed, rank)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        self._kept.add(id(communicator))
         return communicator
 
     def destroy(self, communicator: Any) -> None:
-        """Destroy a communicator on which nothing is left to do; may block."""
+        """Destroy a communicator on which nothing is left to do, once; may block."""
         communicator.destroy()
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))
+        self._let_go(communicator)
 
     def abort(self, communicator: Any) -> None:
-        """Destroy a communicator with what runs on it; may block."""
+        """Destroy a communicator with what runs on it, once; may block."""
         communicator.abort()
+        self._let_go(communicator)
+
+    def _let_go(self, communicator: Any) -> None:
+        # a second time would take a reference that belongs to someone else
+        with _lock:
+            if id(communicator) not in self._kept:
+                return
+            self._kept.remove(id(communicator))
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))
 
     def check(self, communicator: Any) -> None:

@@ -96,6 +96,7 @@ class NCCLCommunicator(Mover):
         self._p2p_numbers = itertools.count(1)
         self._unusable: InflightError | None = None  # why, once it is
         self._stopping = False  # nothing is waited for any more
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
         self._max_pending = config().max_pending
@@ -410,8 +411,19 @@ class NCCLCommunicator(Mover):
                     completion.fail(self._unusable)
 
     def _end(self, how: Callable[[Any], None]) -> None:
-        """Destroy or abort all communicators, in threads: NCCL may never return, and offers no deadline."""
-        self._stopping = True
+        """Destroy or abort all communicators, once; after an abort, which another thread may be at, wait for that."""
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+        if not first:
+            self._ended.wait(2 * _END_S)
+            return
+        try:
+            self._end_all(how)
+        finally:
+            self._ended.set()
+
+    def _end_all(self, how: Callable[[Any], None]) -> None:
+        """Do so in threads: NCCL may never return, and offers no deadline."""
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
         streams = self._streams()

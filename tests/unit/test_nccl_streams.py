@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -339,6 +340,49 @@ def test_destroying(runtime: FakeRuntime) -> None:
         comm.shutdown(0.05)
     assert [how for how, _ in runtime.destroyed] == ["destroy", "abort"]
     gate.set()
+
+
+def test_destroying_after_an_abort_ends_nothing_twice(runtime: FakeRuntime) -> None:
+    """A second end gave NCCL's handle and the streams' events up twice: to whoever had got them since."""
+    alone: Any = SimpleNamespace(rank=0, size=1)
+    comm = NCCLCommunicator(alone, 0, "g", -1, 10.0)
+    issue(comm, torch.ones(4)).wait()
+    comm.send(torch.ones(1), 0, 0, 5.0)  # a second stream
+    comm.abort()
+    comm.abort()
+    comm.shutdown(5.0)
+    comm.shutdown(5.0)
+    assert [how for how, _ in runtime.destroyed] == ["abort"]
+    del comm
+    gc.collect()
+    unused = runtime.events[-1]
+    assert len(unused) > 2
+    assert len(set(unused)) == len(unused)
+
+
+def test_a_handle_is_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        def __init__(self, *_: object) -> None:
+            self.calls: list[str] = []
+
+        def destroy(self) -> None:
+            self.calls.append("destroy")
+
+        def abort(self) -> None:
+            self.calls.append("abort")
+
+    cuda = SimpleNamespace(eventRecord=None, streamWaitEvent=None, eventQuery=None, memcpyAsync=None)
+    nccl = SimpleNamespace(get_version=lambda: 22809, groupStart=None, groupEnd=None, NcclCommunicator=Handle)
+    monkeypatch.setattr(_cupy, "_import_cupy", lambda: (cuda, nccl))
+    monkeypatch.setattr("hpc_inflight._torch_compat.cuda_functions", lambda: (None, None, None))
+    made = _cupy.Runtime()
+    handle = made.communicator(1, b"", 0)
+    held = sys.getrefcount(handle)
+    made.abort(handle)
+    assert sys.getrefcount(handle) == held - 1
+    made.abort(handle)
+    made.destroy(handle)
+    assert sys.getrefcount(handle) == held - 1
 
 
 def test_an_abort_that_hangs_is_left_behind(
