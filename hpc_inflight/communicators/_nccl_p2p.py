@@ -7,16 +7,18 @@ make its caller wait for that: a thread connects the pair and launches what was 
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from hpc_inflight import group_set
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
 from hpc_inflight.dtypes import NCCL_UINT8
 from hpc_inflight.errors import CaptureError, InflightError, NCCLError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from hpc_inflight.communicators._nccl_stream import Stream
 
@@ -57,6 +59,19 @@ class Message:
         return LateCompletion(*fields, until=until, blocks=True)
 
 
+@contextlib.contextmanager
+def _enqueuing(lock: threading.Lock, message: Message, *, captured: bool = False) -> Iterator[None]:
+    """Hold a lock, once no other thread drains, unless a graph takes the message."""
+    if captured:
+        lock.acquire()
+    else:
+        group_set.gate.enter(lock, message.timeout_s, message.op, message.group)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 class Pair:
     """The messages from one rank to another, at one of the two.
 
@@ -77,7 +92,7 @@ class Pair:
         self._is_sender = is_sender
         self._until = until
         self._in_thread = in_thread
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._queue: list[tuple[LateCompletion, Message, int]] | None = []  # None from when all is launched at once
         self._failure: InflightError | None = None
         self._started = False
@@ -95,15 +110,14 @@ class Pair:
             InflightError: The pair could not be connected before.
             CaptureError: It is not connected, and ``captured`` says that a graph takes the message.
         """
-        with self._lock:
+        with _enqueuing(self.lock, message, captured=captured):
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             if self._queue is None:
                 completion = message.completion(self.stream)
                 completion.captured = captured
-                self.stream.launch(completion, [self._launch(message)], message.caller)
-                if not captured:
-                    self.stream.add(completion)
+                operations = [self._launch(message)]
+                self.stream.launch(completion, operations, message.caller, captured=captured, entered=True)
                 return completion
             if captured:
                 msg = (
@@ -156,14 +170,14 @@ class Pair:
             self.stream.events.append(event)
 
     def _next(self) -> tuple[LateCompletion, Message, int] | None:
-        with self._lock:
+        with self.lock:
             if self._queue:
                 return self._queue.pop(0)
             self._queue = None
             return None
 
     def _fail(self, error: Exception) -> None:
-        with self._lock:
+        with self.lock:
             self._failure = error if isinstance(error, InflightError) else NCCLError(f"connecting a pair: {error}")
             queue, self._queue = self._queue or [], []
         for late, _, _ in queue:
@@ -177,7 +191,7 @@ class Loopback:
         self.stream = stream
         self.nccl = None
         self._until = until
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
         self._waiting: dict[str, list[tuple[LateCompletion, Message, int]]] = {"send": [], "recv": []}
 
     def stop(self, timeout_s: float) -> None:
@@ -195,7 +209,7 @@ class Loopback:
             raise CaptureError(msg)
         runtime, stream = self.stream.runtime, self.stream
         other = "recv" if message.op == "send" else "send"
-        with self._lock:
+        with _enqueuing(self.lock, message):
             late = message.late(stream, self._until)
             event = stream.new_event()
             runtime.event_record(event, message.caller)

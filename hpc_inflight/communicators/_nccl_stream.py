@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from hpc_inflight import group_set
 from hpc_inflight._cupy import raise_nccl_error
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ class Stream:
         index: The device.
         raw: The stream's handle.
         events: The device's pool of unused events.
-        lock: Held from the event that orders a launch after its caller to the one that marks its end.
+        lock: Held from the event that orders a launch after its caller to when it is pending.
         pending: Oldest first.
         look_at: How many of those there have to be before they are looked at again.
     """
@@ -52,16 +53,35 @@ class Stream:
 
     def new_event(self) -> int:
         """Take an event from the pool."""
-        return self.events.pop() if self.events else self.runtime.event_create()
+        try:
+            return self.events.pop()
+        except IndexError:
+            return self.runtime.event_create()
 
-    def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        """Launch operations behind what the stream ``caller`` has so far; with the device current.
+    def launch(
+        self,
+        completion: StreamCompletion,
+        operations: Sequence[Launch],
+        caller: int,
+        *,
+        captured: bool = False,
+        entered: bool = False,
+    ) -> None:
+        """Launch operations behind what the stream ``caller`` has so far, and keep them; with the device current.
+
+        While another thread drains all groups it waits, unless the caller has ``entered`` the gate with a lock of its
+        own, or a graph has ``captured`` the operations: then they are not in flight, and not kept.
 
         Raises:
+            DrainTimeout: The drain did not end in time.
             NCCLError: NCCL refused one; its tensors are kept until the device is past it.
         """
-        start, raw = self._start, self.raw
-        with self.lock:
+        start, raw, lock, gate = self._start, self.raw, self.lock, group_set.gate
+        lock.acquire()
+        if gate.closed and not captured and not entered:
+            lock.release()
+            gate.enter(lock, completion.timeout_s, completion.op, completion.group)
+        try:
             self._record(start, caller)
             self._wait(raw, start)
             if len(operations) != 1:
@@ -75,6 +95,11 @@ class Stream:
                 raise_nccl_error(completion.op, error)
             finally:
                 self._record(completion.event, raw)
+        finally:
+            # under the lock, so that a drain sees it, and after its event; also when it failed, as a part may run
+            if not captured:
+                self.pending.append(completion)
+            lock.release()
 
     def launch_behind(self, completion: StreamCompletion, operations: Sequence[Launch], event: int) -> None:
         """Launch operations behind an event that the caller recorded when it issued them."""

@@ -9,7 +9,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_inflight import _cupy, _mpi, group_set
+from hpc_inflight import _cupy, _mpi
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
@@ -158,33 +158,16 @@ class NCCLCommunicator(Mover):
         self.seq = seq = next(self._numbers)
         keep = operations, outputs, inputs
         completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, keep)
-        # the legacy default stream, of handle 0, cannot be captured
-        if group_set.gate.closed or (caller and self._capturing()):
-            self._launch(completion, operations, caller)
-        else:
-            try:
-                stream.launch(completion, operations, caller)
-            finally:
-                pending.append(completion)  # also when it failed: a part may have been launched
+        self._launch(completion, operations, caller)
         return Work(completion, outputs)
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        if caller and self._capturing():
+        # the legacy default stream, of handle 0, cannot be captured
+        captured = bool(caller) and self._capturing()
+        if captured:
             self._check_capture(completion.op)
             completion.capture()
-            self._stream.launch(completion, operations, caller)
-            return
-        self._wait_for_gate(completion.op, completion.timeout_s)
-        try:
-            self._stream.launch(completion, operations, caller)
-        finally:
-            self._stream.pending.append(completion)
-
-    def _wait_for_gate(self, op: str, timeout_s: float) -> None:
-        """Wait while another thread drains all groups; see `group_set.Gate`."""
-        gate = group_set.gate
-        while gate.closed and not gate.is_mine():
-            gate.wait(timeout_s, f"{op} on group {self.name}")
+        self._stream.launch(completion, operations, caller, captured=captured)
 
     def _check_capture(self, op: str) -> None:
         """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
@@ -285,7 +268,6 @@ class NCCLCommunicator(Mover):
             if caller and self._capturing():
                 self._check_capture(op)
                 return pair.issue(message, captured=True)
-            self._wait_for_gate(op, timeout_s)
             return pair.issue(message)
 
     def _pair(self, op: str, peer: int) -> Pair | Loopback:
@@ -382,13 +364,20 @@ class NCCLCommunicator(Mover):
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
-        with self._stream.lock:
-            if self._stream.pending or self._unusable is not None:
-                return False
-        return not self._pairs or not any(pair.stream.pending for pair in list(self._pairs.values()))
+        stream = self._stream
+        # the lock first: who holds it may be about to enqueue; who takes it later finds the gate closed
+        if stream.lock.locked() or stream.pending or self._unusable is not None:
+            return False
+        return not self._pairs or not any(
+            pair.lock.locked() or pair.stream.lock.locked() or pair.stream.pending
+            for pair in list(self._pairs.values())
+        )
 
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
+        for pair in list(self._pairs.values()):
+            with pair.lock:
+                pass
         for stream in self._streams():
             with stream.lock:
                 pass
