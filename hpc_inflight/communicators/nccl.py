@@ -158,11 +158,14 @@ class NCCLCommunicator(Mover):
         self.seq = seq = next(self._numbers)
         keep = operations, outputs, inputs
         completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, keep)
-        self._launch(completion, operations, caller)
+        # the legacy default stream, of handle 0, cannot be captured
+        if caller and self._capturing():
+            self._launch(completion, operations, caller)
+        else:
+            stream.launch(completion, operations, caller)
         return Work(completion, outputs)
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        # the legacy default stream, of handle 0, cannot be captured
         captured = bool(caller) and self._capturing()
         if captured:
             self._check_capture(completion.op)
