@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -149,6 +150,6 @@ def test_the_process_ends(size: int, end: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result
     ended = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("end")]
     assert len(ended) == 2
-    print(f"{end}: the job was over {time.time() - max(ended):.1f} s after its program")
+    sys.stdout.write(f"{end}: the job was over {time.time() - max(ended):.1f} s after its program\n")  # for -rP
     assert time.time() - max(ended) < 15
     assert started < min(ended)
