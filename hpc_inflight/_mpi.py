@@ -19,7 +19,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_inflight import launchers
+from hpc_inflight import _on_failure, launchers
 from hpc_inflight.errors import (
     CollectiveTimeout,
     GroupDestroyedError,
@@ -203,6 +203,7 @@ def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
                     f"not every rank arrived within {timeout_s:g} s at the first call that needs all "
                     f"{module.COMM_WORLD.size} ranks (init or init_process_group); check that all of them make it"
                 )
+                _on_failure.tell()
                 raise CollectiveTimeout(msg)
             _control = comm
     return _control
@@ -281,6 +282,7 @@ def run_with_deadline(call: Callable[[], T], timeout_s: float, what: str) -> T:
         raise failure[0]
     if not result:
         msg = f"{what}: not every rank arrived within {timeout_s:g} s; check that all its ranks make this call"
+        _on_failure.tell()
         raise CollectiveTimeout(msg)
     return result[0]
 
@@ -329,6 +331,7 @@ def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
         abandon(request)
         size = control_comm().size
         msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
+        _on_failure.tell()
         raise CollectiveTimeout(msg)
 
 
