@@ -21,7 +21,7 @@ import threading
 import time
 import traceback
 from array import array
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_inflight import _mpi, _on_failure
 
@@ -75,7 +75,9 @@ def _watch_exit_status() -> None:
     """Note the status with which a ``SystemExit`` ends this interpreter, whoever raised it and in whatever way.
 
     An exit hook is not told. But the interpreter asks the exception for its ``code``, from no Python frame, so that is
-    where to listen. Replacing ``sys.exit`` would miss ``from sys import exit`` and ``raise SystemExit``.
+    where to listen. Replacing ``sys.exit`` alone would miss ``raise SystemExit`` and ``exit``. Before Python 3.12 it is
+    needed all the same: there may be no exception object to ask after the original. Only who imported that by name,
+    before `init`, goes unnoticed there, until the others wait for a rank that has ended.
     """
     attributes = vars(SystemExit)
     original: Any = attributes["code"]
@@ -92,6 +94,12 @@ def _watch_exit_status() -> None:
     (writable,) = gc.get_referents(attributes)  # the dictionary behind the read-only view
     writable["code"] = property(code, original.__set__, original.__delete__, "exception code")
     ctypes.pythonapi.PyType_Modified(ctypes.py_object(SystemExit))  # as after every such change
+    if sys.version_info < (3, 12):
+
+        def exit_with(*status: Any) -> NoReturn:
+            raise SystemExit(*status)
+
+        sys.exit = exit_with
 
 
 def exit_code() -> int:

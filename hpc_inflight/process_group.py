@@ -348,8 +348,10 @@ class ProcessGroupInflight(Issuer):
         return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
 
     def is_idle(self) -> bool:
-        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
-        return bool(self._closed) or (self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()))
+        """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""
+        if self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()):
+            return True
+        return bool(self._closed)
 
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""

@@ -361,10 +361,13 @@ class NCCLCommunicator(Mover):
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
-        with self._stream.lock:
-            if self._stream.pending or self._unusable is not None:
-                return False
-        return not self._pairs or not any(pair.stream.pending for pair in list(self._pairs.values()))
+        stream = self._stream
+        # the lock first: who holds it may be about to enqueue; who takes it later finds the gate closed
+        if stream.lock.locked() or stream.pending or self._unusable is not None:
+            return False
+        return not self._pairs or not any(
+            pair.stream.lock.locked() or pair.stream.pending for pair in list(self._pairs.values())
+        )
 
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
