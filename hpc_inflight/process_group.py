@@ -342,10 +342,16 @@ class ProcessGroupInflight(Issuer):
         if self._nccl is not None and not self._closed:
             self._nccl.check()
 
-    def running(self) -> tuple[str, int, float, float] | None:
-        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+    def running(self) -> tuple[str, int, float, float, str] | None:
+        """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if anything does.
+
+        NCCL enqueues and returns, but for a first use, when it connects the ranks: then it blocks until they come.
+        """
         began = self._comm.called_at
-        return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
+        if began:
+            return self._called, self._comm.seq + 1, began, self._timeout_s, "cpu"
+        row = None if self._nccl is None else self._nccl_lane.issuing()
+        return None if row is None else (row[2], row[3], row[6], self._timeout_s, "cuda")
 
     def is_idle(self) -> bool:
         """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""

@@ -49,8 +49,8 @@ class Group(group_set.Group, Protocol):
     def check(self) -> None:
         """Raise what the transport has found wrong since, without waiting for anything."""
 
-    def running(self) -> tuple[str, int, float, float] | None:
-        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+    def running(self) -> tuple[str, int, float, float, str] | None:
+        """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if any does."""
 
     def abort(self, error: InflightError | None = None) -> None:
         """Fail what is pending and refuse what comes."""
@@ -147,7 +147,7 @@ class Watchdog:
             op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s
             device_type = pending.device_type
         elif (running := group.running()) is not None:
-            (op, seq, began, timeout_s), p2p, device_type = running, False, "cpu"
+            (op, seq, began, timeout_s, device_type), p2p = running, False
         else:
             return None
         left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)

@@ -101,11 +101,17 @@ class Stream:
         self.pending.append(completion)
 
     def retire(self) -> None:
-        """Drop the oldest completions that are complete."""
+        """Drop the oldest completions that are complete, unless something is being launched at the moment.
+
+        NCCL may block a launch until the other ranks come; the watchdog, which has to notice, must not block with it.
+        """
         pending = self.pending
-        with self.lock:
-            while pending and pending[0].poll():
-                pending.popleft()
+        if self.lock.acquire(blocking=False):
+            try:
+                while pending and pending[0].poll():
+                    pending.popleft()
+            finally:
+                self.lock.release()
 
     def look_after(self, limit: int, timeout_s: float) -> None:
         """Drop old completions, and wait for the oldest while there are ``limit``.
