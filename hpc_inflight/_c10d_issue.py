@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +31,20 @@ def _cuda_index(device: Any) -> int | None:
         return None
     index: int | None = torch.device(device).index
     return torch.cuda.current_device() if index is None else index
+
+
+def _spanned(name: str, operations: Sequence[Operation]) -> Operation:
+    """Return the operations as one that the profiler shows from here to its end."""
+    end = compat.begin_span(f"{name} (in flight)")
+
+    def run() -> None:
+        try:
+            for operation in operations:
+                operation()
+        finally:
+            end()  # before the work is complete: whoever waited for it may end the profiler next
+
+    return run
 
 
 class Issuer(GroupIdentity):
@@ -137,10 +152,30 @@ class Issuer(GroupIdentity):
         inputs: _Tensors | None = None,
     ) -> Any:
         """Issue and record it; without ``inputs`` they are the outputs."""
-        lane = self._lane_of(comm)
+        # one frame for the frequent cases: this runs for every collective
+        lane = self._lane if comm is self._comm else self._nccl_lane
         row = lane.begin(op, outputs, inputs)
+        self._called = op
         try:
-            work = self._issue_recorded(comm, op, operations, outputs, opts, timeout)
+            is_async, limit = opts.asyncOp, opts.timeout
+        except AttributeError:  # c10d's short forms, and older options
+            opts = forms.options(opts)
+            is_async, limit = opts is None or forms.is_async(opts), None if opts is None else opts.timeout
+        try:
+            if self._coalescing is not None and self._coalesces():
+                work = self._issue_in_block(comm, op, operations, outputs, inputs, is_async=is_async)
+            elif compat.profiler_enabled():
+                seconds = compat.timeout_s(limit if timeout is None else timeout, self._timeout_s)
+                work = self._issue_profiled(comm, op, operations, outputs, inputs, seconds, is_async=is_async)
+            elif is_async or (work := comm.run_now(operations)) is None:
+                if timeout is None:
+                    timeout = limit
+                seconds = self._timeout_s
+                if timeout is not None and timeout != compat.UNSET_TIMEOUT:
+                    seconds = compat.timeout_s(timeout, seconds)
+                work = comm.enqueue(op, operations, outputs, seconds, inputs)
+                if is_async:
+                    self._issued(work, outputs)
         except BaseException as error:
             row[FATE] = flight_recorder.failed(error)
             raise
@@ -152,39 +187,19 @@ class Issuer(GroupIdentity):
     def _lane_of(self, comm: Communicator) -> Lane:
         return self._lane if comm is self._comm else self._nccl_lane
 
-    def _issue_recorded(
+    def _issue_in_block(
         self,
         comm: Communicator,
         op: str,
         operations: Sequence[Operation],
         outputs: _Tensors,
-        opts: Any,
-        timeout: Any,
+        inputs: _Tensors | None,
+        *,
+        is_async: bool,
     ) -> Any:
-        if compat.profiler_enabled():
-            return self._issue_profiled(comm, op, operations, outputs, opts, timeout)
-        try:
-            is_async, limit = opts.asyncOp, opts.timeout
-        except AttributeError:  # c10d's short forms, and older options
-            opts = forms.options(opts)
-            is_async, limit = opts is None or forms.is_async(opts), None if opts is None else opts.timeout
-        self._called = op
-        if self._coalescing is not None and self._coalesces():
-            return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
-        if not is_async and (done := comm.run_now(operations)) is not None:
-            return done
-        if timeout is None:
-            timeout = limit
-        seconds = self._timeout_s
-        if timeout is not None and timeout != compat.UNSET_TIMEOUT:
-            seconds = compat.timeout_s(timeout, seconds)
-        work = comm.enqueue(op, operations, outputs, seconds)
-        return self._issued(work, outputs) if is_async else work
-
-    def _issue_in_block(
-        self, comm: Communicator, op: str, operations: Sequence[Operation], outputs: _Tensors, *, is_async: bool
-    ) -> Any:
-        work = self._issued(comm.enqueue(op, operations, outputs, self._timeout_s), outputs)
+        name, traced = f"{BACKEND}:{op}", compat.profiler_enabled()
+        with compat.record_shapes(name, outputs) if traced else nullcontext():
+            work = self._issued(comm.enqueue(op, operations, outputs, self._timeout_s, inputs), outputs)
         # c10d waits at once for what is synchronous, and an NCCL operation is launched at the end of the block only
         return work if is_async or comm is self._comm else DoneWork()
 
@@ -194,35 +209,18 @@ class Issuer(GroupIdentity):
         op: str,
         operations: Sequence[Operation],
         outputs: _Tensors,
-        opts: Any,
-        timeout: Any,
+        inputs: _Tensors | None,
+        seconds: float,
+        *,
+        is_async: bool,
     ) -> Any:
-        opts = forms.options(opts)
-        name, is_async = f"{BACKEND}:{op}", opts is None or forms.is_async(opts)
-        if self._coalesces():
-            with compat.record_shapes(name, outputs):
-                return self._issue_in_block(comm, op, operations, outputs, is_async=is_async)
-        if not is_async:
-            with compat.record_shapes(name, outputs):
-                done = comm.run_now(operations)
-            if done is not None:
-                return done
-        timeout = opts.timeout if timeout is None and opts is not None else timeout
-        if comm is not self._comm:  # the profiler shows kernels on their streams by itself
-            with compat.record_shapes(name, outputs):
-                work = comm.enqueue(op, operations, outputs, compat.timeout_s(timeout, self._timeout_s))
-            return self._issued(work, outputs) if is_async else work
-        end = compat.begin_span(f"{name} (in flight)")
-
-        def run() -> None:
-            try:
-                for operation in operations:
-                    operation()
-            finally:
-                end()  # before the work is complete: whoever waited for it may end the profiler next
-
+        name = f"{BACKEND}:{op}"
         with compat.record_shapes(name, outputs):
-            work = comm.enqueue(op, [run], outputs, compat.timeout_s(timeout, self._timeout_s))
+            if not is_async and (done := comm.run_now(operations)) is not None:
+                return done
+            if comm is self._comm:  # a span for the time in its thread; CUDA's kernels show by themselves
+                operations = [_spanned(name, operations)]
+            work = comm.enqueue(op, operations, outputs, seconds, inputs)
         return self._issued(work, outputs) if is_async else work
 
     def _issued(self, work: Any, outputs: _Tensors) -> Any:

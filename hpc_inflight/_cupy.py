@@ -6,6 +6,7 @@ here is all that the NCCL communicator asks of a GPU, so that another object wit
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _EVENT_WITHOUT_TIME: Final = 2  # cudaEventDisableTiming: recording one costs less
 _NOT_READY: Final = 600  # cudaErrorNotReady
+_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _SHARING_SINCE: Final = 23000  # NCCL 2.30
 
@@ -61,6 +63,7 @@ class Runtime:
     def __init__(self) -> None:
         self._cuda, self._nccl = _import_cupy()
         self.events: dict[int, list[int]] = {}
+        self._kept: set[int] = set()  # ids of the communicators that have not ended
         self.nccl_version: int = self._nccl.get_version()
         self.current_stream, self.current_device, self.capturing = compat.cuda_functions()
         self.event_record: Callable[[int, int], None] = self._cuda.eventRecord
@@ -147,16 +150,25 @@ class Runtime:
             signed = tuple((value + 128) % 256 - 128 for value in unique_id)
             communicator = self._nccl.NcclCommunicator(size, signed, rank)
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(communicator))
+        self._kept.add(id(communicator))
         return communicator
 
     def destroy(self, communicator: Any) -> None:
-        """Destroy a communicator on which nothing is left to do; may block."""
+        """Destroy a communicator on which nothing is left to do, once; may block."""
         communicator.destroy()
-        ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))
+        self._let_go(communicator)
 
     def abort(self, communicator: Any) -> None:
-        """Destroy a communicator with what runs on it; may block."""
+        """Destroy a communicator with what runs on it, once; may block."""
         communicator.abort()
+        self._let_go(communicator)
+
+    def _let_go(self, communicator: Any) -> None:
+        # a second time would take a reference that belongs to someone else
+        with _lock:
+            if id(communicator) not in self._kept:
+                return
+            self._kept.remove(id(communicator))
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))
 
     def check(self, communicator: Any) -> None:
@@ -204,6 +216,20 @@ def _import_cupy() -> tuple[Any, Any]:
         )
         raise NCCLUnavailableError(msg)
     return runtime, nccl
+
+
+def relax_captures() -> bool:
+    """Keep what this thread asks CUDA from ending another thread's capture, whatever mode that is in.
+
+    **Local:** for the thread's life; says whether it is done. Nothing is done before the first use of CUDA tensors in a
+    group: a process that uses no GPU gets no CUDA context.
+    """
+    if _runtime is None:
+        return False
+    with contextlib.suppress(OSError, AttributeError):  # a stand-in for CUDA, on a machine without
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    return True
 
 
 def runtime() -> Runtime:

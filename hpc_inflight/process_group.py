@@ -351,7 +351,15 @@ class ProcessGroupInflight(Issuer):
         if began:
             return self._called, self._comm.seq + 1, began, self._timeout_s, "cpu"
         row = None if self._nccl is None else self._nccl_lane.issuing()
-        return None if row is None else (row[2], row[3], row[6], self._timeout_s, "cuda")
+        return None if row is None else (row[2], self._nccl.seq, row[6], self._timeout_s, "cuda")
+
+    def watched_works(self) -> Sequence[Completion]:
+        """Return what is enqueued and not complete, oldest first, and what synchronous calls have left on a GPU."""
+        works = self.pending_works()
+        if self._nccl is None or self._closed:
+            return works
+        left = self._nccl.synchronous(self._called, self._timeout_s)
+        return works if left is None else sorted([*works, left], key=lambda work: work.issued_at)
 
     def is_idle(self) -> bool:
         """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""

@@ -16,13 +16,15 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_inflight import _mpi, _on_failure, group_set
+from hpc_inflight import _cupy, _mpi, _on_failure, group_set
 from hpc_inflight._rank_reports import Answer, Question, Reports, main_thread_site
 from hpc_inflight.config import config
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 from hpc_inflight.work import patience
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from hpc_inflight.work import Completion
 
 _ANSWERS_S = 2.0  # for the other ranks to say where they are
@@ -48,6 +50,9 @@ class Group(group_set.Group, Protocol):
 
     def check(self) -> None:
         """Raise what the transport has found wrong since, without waiting for anything."""
+
+    def watched_works(self) -> Sequence[Completion]:
+        """Return what is enqueued and not complete, oldest first, and what synchronous calls have left on a GPU."""
 
     def running(self) -> tuple[str, int, float, float, str] | None:
         """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if any does."""
@@ -76,7 +81,7 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._reports = Reports(self._answer)
-        self._given_up: set[int] = set()  # groups, by id, whose watching has failed
+        self._done_with: set[int] = set()  # groups, by id, that have failed, or whose watching has
         self._deaf = False  # hearing the other ranks has failed
 
     def start(self) -> None:
@@ -101,10 +106,12 @@ class Watchdog:
             self._reports.say_farewell()
 
     def _loop(self) -> None:
+        relaxed = False
         while not self._stop.wait(config().watchdog_s):
+            relaxed = relaxed or _cupy.relax_captures()
             self._serve()
             for group in group_set.groups():
-                if id(group) not in self._given_up:
+                if id(group) not in self._done_with:
                     self._look_after(group)  # type: ignore[arg-type]  # every group of ours is one
 
     def _serve(self) -> None:
@@ -127,19 +134,22 @@ class Watchdog:
                 self._fail(group, late)
             self._look_for_unseen_failure(group)
         except Exception:  # noqa: BLE001  # as above
-            self._given_up.add(id(group))
-            weakref.finalize(group, self._given_up.discard, id(group))
+            self._be_done_with(group)
             _say(
                 f"rank {_rank()}: the watchdog has failed at {group.describe()} and does not watch it any more; waits "
                 f"for it still end at their own deadlines:\n{traceback.format_exc()}"
             )
+
+    def _be_done_with(self, group: Group) -> None:
+        self._done_with.add(id(group))
+        weakref.finalize(group, self._done_with.discard, id(group))
 
     def _late(self, group: Group) -> _Late | None:
         now = time.monotonic()
         pending = None
         if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
             with group_set.polling:
-                pending = next(iter(group.pending_works()), None)
+                pending = next(iter(group.watched_works()), None)
                 if pending is not None:
                     self._check(group)
         if pending is not None:
@@ -182,6 +192,7 @@ class Watchdog:
         _on_failure.tell()
         _say(f"rank {_rank()}: {error}; this rank's main thread is at {main_thread_site()}")
         group.abort(error)
+        self._be_done_with(group)
         if config().on_timeout == "abort":
             self._stop.wait(_UNWIND_S)
             _mpi.abort(1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-import time
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_inflight import group_set
@@ -53,25 +53,24 @@ class StreamCompletion(Completion):
     """
 
     device_type = "cuda"
-    __slots__ = ("_issuer", "_keep", "_stream", "captured", "event", "source")
+    # what most have to the end is on the class: one is made for every operation
+    completed = False
+    exception = None
+    raised = False
+    started_at = None
+    progress = None
+    _future = None
+    source: int
 
     def __init__(  # the base's arguments and these
         self, op: str, group: str, seq: int, timeout_s: float, stream: Stream, issuer: int, keep: object
     ) -> None:
-        # not the base's: its lock would be for nobody, and this is made for every operation
+        # not the base's: its lock would be for nobody
         self.op = op
         self.group = group
         self.seq = seq
         self.timeout_s = timeout_s
-        self.issued_at = time.monotonic()
-        self.completed = False
-        self.captured = False
-        self.exception: BaseException | None = None
-        self.raised = False
-        self.started_at = None
-        self.progress = None
-        self.source: int
-        self._future = None
+        self.issued_at = monotonic()
         self._stream = stream
         self._issuer = issuer
         self._keep = keep
@@ -150,14 +149,14 @@ class StreamCompletion(Completion):
         Raises:
             CollectiveTimeout: It is not within ``seconds``.
         """
-        deadline = time.monotonic() + seconds
-        while not poll(self.poll, max(0.0, min(_CHECK_S, deadline - time.monotonic()))):
+        deadline = monotonic() + seconds
+        while not poll(self.poll, max(0.0, min(_CHECK_S, deadline - monotonic()))):
             try:
                 self._stream.check()
             except InflightError as error:
                 self.finish(error)
                 return
-            if time.monotonic() >= deadline:
+            if monotonic() >= deadline:
                 raise self.timed_out(seconds)
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
@@ -191,8 +190,6 @@ class LateCompletion(StreamCompletion):
         until: What it waits for, for messages.
         blocks: ``wait`` may block the host until then: another thread launches it.
     """
-
-    __slots__ = ("_launched", "blocks", "until")
 
     def __init__(  # as the base's
         self,

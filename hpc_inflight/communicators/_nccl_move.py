@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING
 
 from hpc_inflight.communicators import _layout as layout
@@ -40,10 +40,12 @@ class Mover(Reducer):
         launch, address, nbytes = self._nccl.broadcast, value.data_ptr(), value.nbytes
         if not nbytes:
             return nothing
+        if value is tensor:
+            return partial(launch, address, address, nbytes, NCCL_UINT8, root)
 
         def run(stream: int) -> After:
             launch(address, address, nbytes, NCCL_UINT8, root, stream)
-            return None if value is tensor or is_root else functools.partial(layout.unflatten, value, [tensor])
+            return None if is_root else partial(layout.unflatten, value, [tensor])
 
         return run
 
@@ -56,9 +58,7 @@ class Mover(Reducer):
         check_numel(call, f"outputs[{rank}]", outputs[rank], tensor.numel(), "the input")
         if all(t.numel() == tensor.numel() for t in outputs):  # then it is so on every rank
             flat, deliver = layout.flat_target(outputs)
-            return self._all_gather(
-                flat, tensor, functools.partial(layout.unflatten, flat, outputs) if deliver else None
-            )
+            return self._all_gather(flat, tensor, partial(layout.unflatten, flat, outputs) if deliver else None)
         value = layout.source(tensor)
         if any(layout.touch(value, output) for i, output in enumerate(outputs) if i != rank):
             value = layout.flatten([value])
@@ -70,7 +70,7 @@ class Mover(Reducer):
             source = value if root == rank else into
             broadcast(source.data_ptr(), into.data_ptr(), into.nbytes, NCCL_UINT8, root, stream)
 
-        parts: list[Launch] = [functools.partial(part, root) for root in range(self.size) if outputs[root].numel()]
+        parts: list[Launch] = [partial(part, root) for root in range(self.size) if outputs[root].numel()]
 
         def run(stream: int) -> After:
             launch_group(self.runtime, parts, stream)
@@ -82,21 +82,19 @@ class Mover(Reducer):
         """See `Communicator.all_gather_into`."""
         call = "all_gather_into_tensor"
         if self._simple_pair(tensor, output):
-            return self._launch_all_gather(output, tensor, None)
+            if not (nbytes := tensor.nbytes):
+                return nothing
+            return partial(self._nccl.allGather, tensor.data_ptr(), output.data_ptr(), nbytes, NCCL_UINT8)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         check_numel(call, "output", output, tensor.numel() * self.size, f"{self.size} x the input's")
         flat = layout.target(output)
-        return self._all_gather(
-            flat, tensor, None if flat is output else functools.partial(layout.unflatten, flat, [output])
-        )
+        return self._all_gather(flat, tensor, None if flat is output else partial(layout.unflatten, flat, [output]))
 
     def _all_gather(self, flat: torch.Tensor, tensor: torch.Tensor, after: After) -> Launch:
         """Gather into contiguous memory; the input may be this rank's part of it."""
         in_place = layout.plain(tensor) and tensor.data_ptr() == flat.data_ptr() + self.rank * tensor.nbytes
-        return self._launch_all_gather(flat, tensor if in_place else layout.source(tensor, flat), after)
-
-    def _launch_all_gather(self, flat: torch.Tensor, value: torch.Tensor, after: After) -> Launch:
+        value = tensor if in_place else layout.source(tensor, flat)
         launch, source, target, nbytes = self._nccl.allGather, value.data_ptr(), flat.data_ptr(), value.nbytes
         if not nbytes:
             return nothing
@@ -157,7 +155,7 @@ class Mover(Reducer):
         return self._exchange_parts(
             _parts(value.data_ptr(), sent, width),
             _parts(received.data_ptr(), expected, width),
-            None if received is output else functools.partial(layout.unflatten, received, [output]),
+            None if received is output else partial(layout.unflatten, received, [output]),
             (value, received),
         )
 
@@ -209,7 +207,7 @@ class Mover(Reducer):
         self._check_output("recv", tensor, "tensor")
         check_peer("recv", src, self.size, self.name)
         landing = layout.target(tensor)
-        after = None if landing is tensor else functools.partial(layout.unflatten, landing, [tensor])
+        after = None if landing is tensor else partial(layout.unflatten, landing, [tensor])
         return self._exchange_parts([], [(src, landing.data_ptr(), landing.nbytes)], after, landing, to_self=True)
 
     def _exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Launch:

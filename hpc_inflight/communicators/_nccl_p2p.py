@@ -88,8 +88,11 @@ class Pair:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
+
+        Returns:
+            Its completion; None if nothing was done, since the gate is closed (`group_set.Gate`).
 
         Raises:
             InflightError: The pair could not be connected before.
@@ -101,10 +104,8 @@ class Pair:
             if self._queue is None:
                 completion = message.completion(self.stream)
                 completion.captured = captured
-                self.stream.launch(completion, [self._launch(message)], message.caller)
-                if not captured:
-                    self.stream.add(completion)
-                return completion
+                launched = self.stream.launch(completion, [self._launch(message)], message.caller)
+                return completion if launched else None
             if captured:
                 msg = (
                     f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
@@ -112,10 +113,11 @@ class Pair:
                 )
                 raise CaptureError(msg)
             late = message.late(self.stream, self._until)
+            if not self.stream.enter(late):
+                return None
             event = self.stream.new_event()
             self.stream.runtime.event_record(event, message.caller)
             self._queue.append((late, message, event))
-            self.stream.add(late)
             start, self._started = not self._started, True
         if start and self._in_thread:
             name = f"hpc_inflight-pair-{message.group}"
@@ -183,8 +185,8 @@ class Loopback:
     def stop(self, timeout_s: float) -> None:
         """Do nothing: there is nothing to connect."""
 
-    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
-        """Copy, if the other end was issued before, or have it copied then.
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
+        """Copy, if the other end was issued before, or have it copied then; None as of `Pair.issue`.
 
         Raises:
             InflightError: The two ends differ in size.
@@ -197,9 +199,10 @@ class Loopback:
         other = "recv" if message.op == "send" else "send"
         with self._lock:
             late = message.late(stream, self._until)
+            if not stream.enter(late):
+                return None
             event = stream.new_event()
             runtime.event_record(event, message.caller)
-            stream.add(late)
             if not self._waiting[other]:
                 self._waiting[message.op].append((late, message, event))
                 return late

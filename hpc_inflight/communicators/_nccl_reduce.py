@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -33,7 +33,8 @@ class Reducer:
     """The reducing half of the NCCL communicator.
 
     Each method returns a launch: a function of the raw stream to enqueue on, which returns what has to follow on the
-    same stream once its NCCL group is closed. A launch keeps all tensors that it needs.
+    same stream once its NCCL group is closed. A launch keeps the temporaries that it needs; where NCCL reads and writes
+    the caller's own tensors, which the communicator keeps, it is NCCL's function with its arguments and nothing more.
     """
 
     def __init__(self, runtime: Runtime, index: int, rank: int, size: int, nccl: Any, name: str) -> None:
@@ -91,15 +92,10 @@ class Reducer:
         plan = self._plans.get((op.name, tensor.dtype))
         if plan is None or not plan.direct or op.factor is not None or not self._simple(tensor):
             return self._all_reduce_with_copy(tensor, op)
-        launch, address, count = self._all_reduce, tensor.data_ptr(), tensor.numel() * plan.width
-        nccl_type, nccl_op = plan.nccl_type, plan.nccl_op
+        address, count = tensor.data_ptr(), tensor.numel() * plan.width
         if not count:
             return nothing
-
-        def run(stream: int, _keep: torch.Tensor = tensor) -> None:
-            launch(address, address, count, nccl_type, nccl_op, stream)
-
-        return run
+        return partial(self._all_reduce, address, address, count, plan.nccl_type, plan.nccl_op)
 
     def _all_reduce_with_copy(self, tensor: torch.Tensor, op: Reduction) -> Launch:
         self._check_output("all_reduce", tensor, "tensor")
@@ -113,7 +109,7 @@ class Reducer:
 
         def run(stream: int) -> After:
             launch(address, address, count, plan.nccl_type, plan.nccl_op, stream)
-            return functools.partial(leave, value, tensor)
+            return partial(leave, value, tensor)
 
         return run
 
@@ -129,7 +125,7 @@ class Reducer:
 
         def run(stream: int) -> After:
             launch(address, address, count, plan.nccl_type, plan.nccl_op, root, stream)
-            return functools.partial(leave, value, tensor) if is_root and value is not tensor else None
+            return partial(leave, value, tensor) if is_root and value is not tensor else None
 
         return run
 
@@ -155,11 +151,11 @@ class Reducer:
             count = value.numel() * plan.width
             reduce(value.data_ptr(), into.data_ptr(), count, plan.nccl_type, plan.nccl_op, root, stream)
 
-        parts: list[Launch] = [functools.partial(part, root) for root in range(self.size) if inputs[root].numel()]
+        parts: list[Launch] = [partial(part, root) for root in range(self.size) if inputs[root].numel()]
 
         def run(stream: int) -> After:
             launch_group(self.runtime, parts, stream)
-            return None if result is output else functools.partial(leave, result, output)
+            return None if result is output else partial(leave, result, output)
 
         return run
 
@@ -168,7 +164,10 @@ class Reducer:
         call = "reduce_scatter_tensor"
         plan = self._plans.get((op.name, output.dtype))
         if plan is not None and plan.direct and op.factor is None and self._simple_pair(output, tensor):
-            return self._launch_reduce_scatter(output, output, tensor, plan)
+            if not (count := output.numel() * plan.width):
+                return nothing
+            source, target = tensor.data_ptr(), output.data_ptr()
+            return partial(self._nccl.reduceScatter, source, target, count, plan.nccl_type, plan.nccl_op)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")
@@ -195,7 +194,7 @@ class Reducer:
 
         def run(stream: int, _keep: torch.Tensor = value) -> After:
             launch(source, target, count, nccl_type, nccl_op, stream)
-            return None if result is output else functools.partial(leave, result, output)
+            return None if result is output else partial(leave, result, output)
 
         return run
 

@@ -7,6 +7,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any
 
+from hpc_inflight import group_set
 from hpc_inflight._cupy import raise_nccl_error
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
     Launch = Callable[[int], Callable[[], None] | None]
 
+_gate = group_set.gate
 _SOON = 8  # issues after which old completions are looked at again, all but one of them without asking the device
 LARGE = 1 << 20  # bytes: for such outputs it is worth asking each time, so that their memory comes back soon
 
@@ -54,51 +56,66 @@ class Stream:
         """Take an event from the pool."""
         return self.events.pop() if self.events else self.runtime.event_create()
 
-    def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
+    def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> bool:
         """Launch operations behind what the stream ``caller`` has so far; with the device current.
 
+        The gate is looked at, and the completion kept, under the lock: see `group_set.Gate`.
+
+        Returns:
+            False if nothing was launched, since the gate is closed; a capture is not asked for.
+
         Raises:
-            NCCLError: NCCL refused one; its tensors are kept until the device is past it.
+            NCCLError: NCCL refused one; its tensors are kept until the device is past it, as a part may be launched.
         """
         start, raw = self._start, self.raw
         with self.lock:
+            pends = not completion.captured
+            if pends and _gate.closed and not _gate.is_mine():
+                return False
             self._record(start, caller)
             self._wait(raw, start)
-            if len(operations) != 1:
-                self._launch(completion, operations, raw)
-                return
-            try:  # the frequent case, in this frame
-                after = operations[0](raw)
-                if after is not None:
-                    self.runtime.run_on(self._stream, after)
+            try:
+                if len(operations) == 1:  # the frequent case, in this frame
+                    after = operations[0](raw)
+                    if after is not None:
+                        self.runtime.run_on(self._stream, after)
+                else:
+                    self._launch(operations, raw)
             except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
                 raise_nccl_error(completion.op, error)
             finally:
                 self._record(completion.event, raw)
+                if pends:
+                    self.pending.append(completion)
+        return True
+
+    def enter(self, completion: StreamCompletion) -> bool:
+        """Keep a completion that is launched later, with `launch_behind`; False if the gate is closed."""
+        with self.lock:
+            if _gate.closed and not _gate.is_mine():
+                return False
+            self.pending.append(completion)
+        return True
 
     def launch_behind(self, completion: StreamCompletion, operations: Sequence[Launch], event: int) -> None:
         """Launch operations behind an event that the caller recorded when it issued them."""
         with self.lock:
             self._wait(self.raw, event)
-            self._launch(completion, operations, self.raw)
+            try:
+                self._launch(operations, self.raw)
+            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+                raise_nccl_error(completion.op, error)
+            finally:
+                self._record(completion.event, self.raw)
 
-    def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], raw: int) -> None:
-        try:
-            if len(operations) == 1:
-                after = operations[0](raw)
-                if after is not None:
-                    self.runtime.run_on(self._stream, after)
-            else:
-                for after in launch_group(self.runtime, operations, raw):
-                    self.runtime.run_on(self._stream, after)
-        except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
-            raise_nccl_error(completion.op, error)
-        finally:
-            self._record(completion.event, raw)
-
-    def add(self, completion: StreamCompletion) -> None:
-        """Keep a completion until it is complete."""
-        self.pending.append(completion)
+    def _launch(self, operations: Sequence[Launch], raw: int) -> None:
+        if len(operations) == 1:
+            after = operations[0](raw)
+            if after is not None:
+                self.runtime.run_on(self._stream, after)
+            return
+        for after in launch_group(self.runtime, operations, raw):
+            self.runtime.run_on(self._stream, after)
 
     def retire(self) -> None:
         """Drop the oldest completions that are complete, unless something is being launched at the moment.

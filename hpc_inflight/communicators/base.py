@@ -102,9 +102,17 @@ class Communicator(Protocol):
         """
 
     def enqueue(
-        self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
+        self,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        inputs: Sequence[torch.Tensor] | None = None,
     ) -> Any:
-        """Run operations later, in order, behind what was issued before, and return their Work."""
+        """Run operations later, in order, behind what was issued before, and return their Work.
+
+        Outputs and inputs are kept until they are complete, whether or not an operation refers to them.
+        """
 
     def send(self, tensor: torch.Tensor, dst: int, tag: int, timeout_s: float) -> Any:
         """Start sending to ``dst`` and return the Work; matches one receive there with the same tag."""

@@ -103,7 +103,12 @@ class MPICommunicator(Mover):
         return _DONE if ran else None
 
     def enqueue(
-        self, op: str, operations: Sequence[Operation], outputs: Sequence[torch.Tensor], timeout_s: float
+        self,
+        op: str,
+        operations: Sequence[Operation],
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        inputs: Sequence[torch.Tensor] | None = None,  # noqa: ARG002  # every operation over MPI refers to its tensors
     ) -> Work:
         """See `Communicator.enqueue`."""
         if self._inline_only or self._worker.is_current():

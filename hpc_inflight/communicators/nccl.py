@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -27,6 +28,7 @@ from hpc_inflight.errors import (
     GroupDestroyedError,
     InflightError,
     InvalidArgumentError,
+    NCCLError,
     NCCLUnavailableError,
     UnsupportedError,
 )
@@ -46,6 +48,13 @@ _END_S = 10.0  # for NCCL to destroy or abort a communicator
 _DONE = DoneWork()
 _left_behind: list[list[Stream]] = []
 _log = logging.getLogger(__name__)
+
+
+class _Seen(Completion):
+    """A synchronous operation that the watchdog has found on its stream."""
+
+    device_type = "cuda"
+    __slots__ = ()
 
 
 class NCCLCommunicator(Mover):
@@ -88,7 +97,7 @@ class NCCLCommunicator(Mover):
         self.seq = 0
         runtime = self.runtime
         self._current_stream, self._current_device = runtime.current_stream, runtime.current_device
-        self._capturing = runtime.capturing
+        self._capturing, self._record = runtime.capturing, runtime.event_record
         self._comm = comm
         self._tag = tag
         self._timeout_s = timeout_s
@@ -96,6 +105,9 @@ class NCCLCommunicator(Mover):
         self._p2p_numbers = itertools.count(1)
         self._unusable: InflightError | None = None  # why, once it is
         self._stopping = False  # nothing is waited for any more
+        self._left = self._past = 0  # the last synchronous operation, and the last that is known to be complete
+        self._seen: _Seen | None = None
+        self._ended = threading.Event()
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
         self._max_pending = config().max_pending
@@ -103,8 +115,10 @@ class NCCLCommunicator(Mover):
         self._block_work: LateCompletion | None = None
         self._block_thread = 0
         self._block_outputs: list[torch.Tensor] = []
+        self._block_inputs: list[torch.Tensor] = []
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
+            self._here = self._stream.new_event()  # behind the last synchronous operation
             self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
 
     def _new_stream(self, nccl: Any) -> Stream:
@@ -119,16 +133,47 @@ class NCCLCommunicator(Mover):
         if self._stream.pending and self._capturing():
             self._check_capture("a synchronous collective")
         index = self._index
+        caller = self._current_stream(index)
         if self._current_device() != index:
             with self.runtime.on_device(index), self._stream.lock:
-                run_here(self.runtime, operations, self._current_stream(index))
+                self._run_here(operations, caller)
         else:
             with self._stream.lock:
-                run_here(self.runtime, operations, self._current_stream(index))
-        self.seq = next(self._numbers)
+                self._run_here(operations, caller)
         return _DONE
 
-    def enqueue(self, op: str, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], timeout_s: float) -> Work:
+    def _run_here(self, operations: Sequence[Launch], caller: int) -> None:
+        self.seq = seq = next(self._numbers)
+        run_here(self.runtime, operations, caller)
+        if self.size > 1 and not (caller and self._capturing()):  # alone nobody waits for anybody
+            self._record(self._here, caller)
+            self._left = seq
+
+    def synchronous(self, op: str, timeout_s: float) -> Completion | None:
+        """Return what stands for the synchronous operations so far, unless they are complete; for the watchdog.
+
+        All record the same event, which so speaks for the last of them: NCCL runs them in order. Their time counts from
+        when that one was first seen here.
+        """
+        left, seen = self._left, self._seen
+        if left == self._past or self._unusable is not None:
+            return None
+        with contextlib.suppress(NCCLError):  # whoever uses the device next is told
+            if not self.runtime.event_done(self._here):
+                if seen is None or seen.seq != left:
+                    self._seen = seen = _Seen(op, self.name, left, timeout_s)
+                return seen
+        self._past, self._seen = left, None
+        return None
+
+    def enqueue(
+        self,
+        op: str,
+        operations: Sequence[Launch],
+        outputs: Sequence[torch.Tensor],
+        timeout_s: float,
+        inputs: Sequence[torch.Tensor] | None = None,
+    ) -> Work:
         """Launch operations on the communication stream, as one NCCL group; see `Communicator.enqueue`.
 
         While this thread collects a block of calls, they are kept for its end.
@@ -137,37 +182,29 @@ class NCCLCommunicator(Mover):
             if self._unusable:
                 self._refuse()
             if self._block_thread == threading.get_ident():
-                return self._collect(operations, outputs)
-        if self._current_device() != self._index:
-            with self.runtime.on_device(self._index):
-                return self.enqueue(op, operations, outputs, timeout_s)
-        stream = self._stream
-        if stream.pending and (len(stream.pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
+                return self._collect(operations, outputs, inputs)
+        index, stream = self._index, self._stream
+        if self._current_device() != index:
+            with self.runtime.on_device(index):
+                return self.enqueue(op, operations, outputs, timeout_s, inputs)
+        pending = stream.pending
+        if pending and (len(pending) >= stream.look_at or (outputs and outputs[0].nbytes >= LARGE)):
             stream.look_after(self._max_pending, timeout_s)
-        caller = self._current_stream(self._index)
+        caller = self._current_stream(index)
         self.seq = seq = next(self._numbers)
-        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, operations)
-        self._launch(completion, operations, caller)
+        keep = operations, outputs, inputs
+        completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, keep)
+        # the legacy default stream, of handle 0, cannot be captured
+        if (caller and self._capturing()) or not stream.launch(completion, operations, caller):
+            self._launch(completion, operations, caller)
         return Work(completion, outputs)
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        # the legacy default stream, of handle 0, cannot be captured
         if caller and self._capturing():
             self._check_capture(completion.op)
             completion.capture()
-            self._stream.launch(completion, operations, caller)
-            return
-        self._wait_for_gate(completion.op, completion.timeout_s)
-        try:
-            self._stream.launch(completion, operations, caller)
-        finally:
-            self._stream.pending.append(completion)  # also when it failed: a part may have been launched
-
-    def _wait_for_gate(self, op: str, timeout_s: float) -> None:
-        """Wait while another thread drains all groups; see `group_set.Gate`."""
-        gate = group_set.gate
-        while gate.closed and not gate.is_mine():
-            gate.wait(timeout_s, f"{op} on group {self.name}")
+        while not self._stream.launch(completion, operations, caller):
+            group_set.gate.wait(completion.timeout_s, f"{completion.op} on group {self.name}")
 
     def _check_capture(self, op: str) -> None:
         """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
@@ -189,9 +226,11 @@ class NCCLCommunicator(Mover):
     def begin_block(self) -> None:
         """Collect what this thread issues from here on, for one NCCL group; `end_block` launches it."""
         self._block_thread = threading.get_ident()
-        self._block, self._block_work, self._block_outputs = [], None, []
+        self._block, self._block_work, self._block_outputs, self._block_inputs = [], None, [], []
 
-    def _collect(self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor]) -> Work:
+    def _collect(
+        self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
+    ) -> Work:
         if self._block_work is None:
             self.seq = next(self._numbers)
             stream, until = self._stream, "its block of coalesced calls ends"
@@ -200,18 +239,20 @@ class NCCLCommunicator(Mover):
         assert self._block is not None  # noqa: S101  # for mypy: the caller has looked
         self._block += operations
         self._block_outputs += outputs
+        self._block_inputs += inputs or ()
         return Work(self._block_work, outputs)
 
     def end_block(self) -> Work | None:
         """Launch what was collected; None if that is nothing."""
         operations, outputs, late = self._block or [], self._block_outputs, self._block_work
-        self._block, self._block_work, self._block_outputs = None, None, []
+        keep = operations, outputs, self._block_inputs
+        self._block, self._block_work, self._block_outputs, self._block_inputs = None, None, [], []
         if late is None:
             return None
         with self.runtime.on_device(self._index):
             self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
-            late.hold(operations, caller)
+            late.hold(keep, caller)
             try:
                 self._launch(late, operations, caller)
             except Exception as error:
@@ -227,7 +268,7 @@ class NCCLCommunicator(Mover):
         if self._unusable:
             self._refuse()
         if self._block is not None and self._block_thread == threading.get_ident():
-            return self._collect([self.send_in_group(tensor, dst)], ())
+            return self._collect([self.send_in_group(tensor, dst)], (), (tensor,))
         self._check_tensor("send", tensor)
         check_peer("send", dst, self.size, self.name)
         value = layout.source(tensor)
@@ -242,7 +283,7 @@ class NCCLCommunicator(Mover):
             msg = "recv: NCCL cannot receive from any rank; name the source, or receive a CPU tensor"
             raise UnsupportedError(msg)
         if self._block is not None and self._block_thread == threading.get_ident():
-            return self._collect([self.recv_in_group(tensor, src)], [tensor])
+            return self._collect([self.recv_in_group(tensor, src)], [tensor], None)
         self._check_output("recv", tensor, "tensor")
         check_peer("recv", src, self.size, self.name)
         landing = layout.target(tensor)
@@ -263,9 +304,13 @@ class NCCLCommunicator(Mover):
             message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
             if caller and self._capturing():
                 self._check_capture(op)
-                return pair.issue(message, captured=True)
-            self._wait_for_gate(op, timeout_s)
-            return pair.issue(message)
+            else:
+                while (issued := pair.issue(message)) is None:
+                    group_set.gate.wait(timeout_s, f"{op} on group {self.name}")
+                return issued
+            captured = pair.issue(message, captured=True)
+            assert captured is not None  # noqa: S101  # for mypy: a capture passes the gate
+            return captured
 
     def _pair(self, op: str, peer: int) -> Pair | Loopback:
         key = (self.rank, peer) if op == "send" else (peer, self.rank)
@@ -393,8 +438,19 @@ class NCCLCommunicator(Mover):
                     completion.fail(self._unusable)
 
     def _end(self, how: Callable[[Any], None]) -> None:
-        """Destroy or abort all communicators, in threads: NCCL may never return, and offers no deadline."""
-        self._stopping = True
+        """Destroy or abort all communicators, once; after an abort, which another thread may be at, wait for that."""
+        with self._lock:
+            first, self._stopping = not self._stopping, True
+        if not first:
+            self._ended.wait(2 * _END_S)
+            return
+        try:
+            self._end_all(how)
+        finally:
+            self._ended.set()
+
+    def _end_all(self, how: Callable[[Any], None]) -> None:
+        """Do so in threads: NCCL may never return, and offers no deadline."""
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
         streams = self._streams()
@@ -425,5 +481,6 @@ class NCCLCommunicator(Mover):
             )
             _left_behind.append(streams)  # with the tensors that it may still be using
             return
+        self._stream.events.append(self._here)
         for stream in streams:
             stream.close()

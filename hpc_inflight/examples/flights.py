@@ -49,6 +49,13 @@ PLAIN_LINES = 10
 """Progress lines in all when the output is not a terminal."""
 
 
+class Device(str, Enum):
+    """Where the model is trained."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+
+
 class Backend(str, Enum):
     """Backends of ``torch.compile`` that the over-arch may be compiled with."""
 
@@ -69,6 +76,7 @@ class Options:
     seed: int
     backend: Backend
     evaluate: bool
+    device: torch.device
     checkpoint: Path | None = None
     checkpoint_every: int | None = None
 
@@ -142,6 +150,7 @@ def train(model: ShardedDLRM, data: Examples, options: Options, console: Console
     with _progress(console, total) as show:
         for batch in islice(_batches(len(data), options), len(done.losses), total):
             started, waited_s = time.perf_counter(), work_registry.counts().wait_s
+            batch = batch.to(options.device)  # noqa: PLW2901  # the same rows, where the data is
             own = batch[model.sharding.own_slice]
             loss = model.forward_backward(data.dense[own], data.sparse[batch], data.late[own])
             for optimizer, schedule in zip(optimizers, schedules, strict=True):
@@ -168,13 +177,13 @@ def predict(model: ShardedDLRM, data: Examples, batch: int) -> torch.Tensor | No
     parts = []
     for start in range(0, len(data), batch):
         # The compiled region has static shapes, so the last batch repeats the last flight.
-        rows = torch.arange(start, start + batch).clamp_(max=len(data) - 1)
+        rows = torch.arange(start, start + batch, device=data.late.device).clamp_(max=len(data) - 1)
         parts.append(model.predict(data.dense[rows[model.sharding.own_slice]], data.sparse[rows]))
     own = torch.stack(parts)
     is_root = model.sharding.rank == 0
     gathered = [torch.empty_like(own) for _ in range(model.sharding.world_size)] if is_root else None
     dist.gather(own, gathered, dst=0)
-    return torch.cat(gathered, dim=1).flatten()[: len(data)] if gathered is not None else None
+    return torch.cat(gathered, dim=1).flatten()[: len(data)].cpu() if gathered is not None else None
 
 
 def measure(logits: torch.Tensor, data: FlightsData) -> Quality:
@@ -254,10 +263,18 @@ def run(data: FlightsData, options: Options, world: hi.World, console: Console) 
     local_batch = options.batch // world.world_size
     sharding = TableSharding(len(data.table_rows), options.dim, local_batch, world.rank, world.world_size)
     features = data.train.dense.shape[1]
-    model = ShardedDLRM(features, data.table_rows, sharding, backend=options.backend.value, seed=options.seed)
-    training = train(model, data.train, options, console)
+    model = ShardedDLRM(
+        features,
+        data.table_rows,
+        sharding,
+        backend=options.backend.value,
+        seed=options.seed,
+        device=options.device,
+    )
+    training = train(model, data.train.to(options.device), options, console)
     found = work_registry.counts().waited_by_tensor - before.waited_by_tensor
-    logits = predict(model, data.test, options.batch) if options.evaluate and training.stopped is None else None
+    test = data.test.to(options.device)
+    logits = predict(model, test, options.batch) if options.evaluate and training.stopped is None else None
     work_registry.sweep()  # Otherwise unwaited works are counted only as others are issued.
     unwaited = work_registry.counts().unwaited - before.unwaited
     tally = torch.tensor([len(training.step_s), found, unwaited, len(hi.inflight())])
@@ -292,11 +309,20 @@ def _stop(message: str, world: hi.World) -> typer.Exit:
     return typer.Exit(code=2)
 
 
-def _cpu_only(device: str) -> str:
-    if device != "cpu":
-        message = f"'cpu' is expected, the only device this program supports, found {device!r}; leave --device out"
-        raise typer.BadParameter(message)
-    return device
+def _start(device: Device, batch: int) -> hi.World:
+    """Make the world, if its ranks have the device and can share the batch."""
+    world = hi.init(timeout_s=600, device="cpu" if device is Device.CPU else None)
+    if world.device.type != device.value:
+        raise _stop("--device: a GPU on every rank is expected for cuda, found none; leave it out for cpu", world)
+    if batch % world.world_size:
+        raise _stop(
+            f"--batch: a multiple of the {world.world_size} ranks is expected, found {batch}; "
+            f"use {batch + -batch % world.world_size}, or another number of ranks",
+            world,
+        )
+    if device is Device.CUDA:
+        torch.cuda.set_device(world.device)
+    return world
 
 
 def main(
@@ -308,7 +334,7 @@ def main(
     dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.")] = 16,
     seed: Annotated[int, typer.Option(help="Seed of the initial weights and of the order of the flights.")] = 0,
     backend: Annotated[Backend, typer.Option(help="Backend of torch.compile.")] = Backend.INDUCTOR,
-    device: Annotated[str, typer.Option(callback=_cpu_only, help="Only cpu so far.")] = "cpu",
+    device: Annotated[Device, typer.Option(help="cuda trains on each rank's GPU, over NCCL.")] = Device.CPU,
     evaluate: Annotated[bool, typer.Option(help="Predict the held-out flights and fit the baselines.")] = True,
     validate: Annotated[
         bool, typer.Option(help="Hold out September instead of October to December: to choose options.")
@@ -323,14 +349,10 @@ def main(
     """Predict which flights from New York City arrive late, with embedding tables split over the ranks."""
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(1)  # The ranks share the node's cores, and the matrices are small.
-    world = hi.init(timeout_s=600, device=device)
-    options = Options(epochs, batch, steps, lr, dim, seed, backend, evaluate, checkpoint, checkpoint_every)
-    if batch % world.world_size:
-        raise _stop(
-            f"--batch: a multiple of the {world.world_size} ranks is expected, found {batch}; "
-            f"use {batch + -batch % world.world_size}, or another number of ranks",
-            world,
-        )
+    world = _start(device, batch)
+    options = Options(
+        epochs, batch, steps, lr, dim, seed, backend, evaluate, world.device, checkpoint, checkpoint_every
+    )
     try:
         data = load_flights(validate=validate)
     except FlightsDataError as error:

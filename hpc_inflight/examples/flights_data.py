@@ -76,6 +76,10 @@ class Examples:
         """Return the number of flights."""
         return self.late.numel()
 
+    def to(self, device: torch.device) -> Examples:
+        """Return the same flights on a device."""
+        return Examples(self.dense.to(device), self.sparse.to(device), self.late.to(device))
+
 
 @dataclass(frozen=True)
 class FlightsData:

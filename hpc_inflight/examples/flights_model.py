@@ -54,19 +54,21 @@ class TableSharding:
 class ShardedEmbeddings(nn.Module):
     """The tables this rank owns, and the exchange of their rows and gradients."""
 
-    def __init__(self, table_rows: Sequence[int], sharding: TableSharding, seed: int) -> None:
+    def __init__(
+        self, table_rows: Sequence[int], sharding: TableSharding, seed: int, device: torch.device | None = None
+    ) -> None:
         """Make this rank's tables; each is seeded by its own number, so it is the same whoever owns it."""
         super().__init__()
         self.sharding = sharding
         tables = [_init_table(table_rows[t], sharding.dim, seed, t) for t in sharding.own]
         # The tables of a rank lie under each other in one parameter: one lookup, one gradient.
-        self.weight = nn.Parameter(torch.cat([torch.empty(0, sharding.dim), *tables]))
+        self.weight = nn.Parameter(torch.cat([torch.empty(0, sharding.dim), *tables]).to(device))
         first_rows = [sum(table_rows[sharding.own.start : t]) for t in sharding.own]
-        self.register_buffer("first_rows", torch.tensor(first_rows, dtype=torch.int64))
+        self.register_buffer("first_rows", torch.tensor(first_rows, dtype=torch.int64, device=device))
         self._rows = [table_rows[t] for t in sharding.own]
         # The tables of a rank travel as one feature, which needs no copy.
         columns = [count * sharding.dim for count in sharding.counts]
-        self._all_to_all = hi.PooledEmbeddingsAllToAll(columns, range(sharding.world_size))
+        self._all_to_all = hi.PooledEmbeddingsAllToAll(columns, range(sharding.world_size), device=self.weight.device)
 
     def row_slices(self) -> dict[int, slice]:
         """Return where in the parameter each own table lies, by the table's number."""
@@ -127,13 +129,23 @@ class ShardedDLRM:
     """
 
     def __init__(
-        self, dense_features: int, table_rows: Sequence[int], sharding: TableSharding, *, backend: str, seed: int
+        self,
+        dense_features: int,
+        table_rows: Sequence[int],
+        sharding: TableSharding,
+        *,
+        backend: str,
+        seed: int,
+        device: torch.device | None = None,
     ) -> None:
-        """Make the model; ``backend`` is the ``torch.compile`` backend of the over-arch."""
+        """Make the model; ``backend`` is the ``torch.compile`` backend of the over-arch.
+
+        The weights are drawn on the CPU, so that they are the same on any ``device``.
+        """
         torch.manual_seed(seed)  # Every rank draws the same dense layers.
-        self.bottom = mlp((dense_features, *BOTTOM_HIDDEN, sharding.dim))
-        self.over_arch = OverArch(sharding, TOP_HIDDEN)
-        self.tables = ShardedEmbeddings(table_rows, sharding, seed)
+        self.bottom = mlp((dense_features, *BOTTOM_HIDDEN, sharding.dim)).to(device)
+        self.over_arch = OverArch(sharding, TOP_HIDDEN).to(device)
+        self.tables = ShardedEmbeddings(table_rows, sharding, seed, device)
         self._compiled = torch.compile(self.over_arch, fullgraph=True, dynamic=False, backend=backend)
         self.sharding = sharding
 

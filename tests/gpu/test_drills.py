@@ -21,7 +21,7 @@ CASES = {
     "exits": Case(3, r"rank 1 of \d on \S+ ends the job: sys\.exit\(3\)", (1,)),
     "is killed": Case(None, r"(?i)signal 9|killed"),
     "is stuck in Python": late("stuck_in_python"),
-    "is stuck in another collective": late("fail"),
+    "is stuck in another collective": late("synchronize"),
     # NCCL compares nothing: the others wait for data that the rank does not send
     "issues another operation": late("stuck_in_python", r"issued broadcast as seq \d+"),
     "is slow": Case(0, ""),
@@ -29,7 +29,7 @@ CASES = {
         1, r"CollectiveTimeout: NCCL for group \w+: rank 1 did not come in time; all its ranks must issue", (0,)
     ),
 }
-WAITERS = ("main thread", "nobody")
+WAITERS = ("main thread", "caller", "nobody")
 GROUPS = ("world", "subgroup")
 # ranks that share a GPU take turns on it, and so do the jobs: what is no failure must be far from the deadline
 ENV = {"HPC_INFLIGHT_DRILL_DEVICE": "cuda", "HPC_INFLIGHT_DRILL_TIMEOUT_S": "8"}

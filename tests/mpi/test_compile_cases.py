@@ -410,6 +410,8 @@ REORDERING: dict[str, dict[str, Any]] = {
 }
 
 
+# torch 2.11's own pass asks for the one device of a group, which torch 2.11 deprecates
+@pytest.mark.filterwarnings("ignore:`_get_pg_default_device` will be deprecated", "ignore:Multiple backends are")
 @pytest.mark.parametrize("used", [True, False], ids=["result used", "input used"])
 @pytest.mark.parametrize("passes", REORDERING)
 def test_reordering_keeps_the_wait_before_the_first_use(passes: str, used: bool, late: Late) -> None:
@@ -659,6 +661,8 @@ def test_export(dynamic: bool, late: Late, size: int, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 def test_ahead_of_time_inductor(late: Late, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if late.device.type == "cuda":
+        pytest.skip("torch 2.11 for CUDA 13 crashes as it loads any such package, one of plain arithmetic too")
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))  # ranks that share one read each other's half files
     path = str(tmp_path / "region.pt2")
     run = torch._inductor.aoti_load_package(
@@ -674,6 +678,8 @@ def test_ahead_of_time_inductor(late: Late, size: int, tmp_path: Path, monkeypat
 # ---------------------------------------------------------------------------------------------- CUDA graphs
 
 
+# torch captures nothing once, to begin the graphs' memory pool
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_reduce_overhead(late: Late, device: torch.device, size: int) -> None:
     """The wait is not part of the graph that is replayed: every call waits for its own exchange."""
     if device.type != "cuda":

@@ -43,9 +43,12 @@ def test_a_rank_fails(case: str, record_property: Callable[[str, object], None])
 # each case of tests/gpu once: what only the communicator does, and what only the device does, has its tests there
 @pytest.mark.timeout(900)
 def test_a_rank_fails_on_a_stand_in_for_nccl(record_property: Callable[[str, object], None]) -> None:
-    variants = itertools.cycle([("main thread", "world"), ("nobody", "subgroup")])
+    variants = itertools.cycle([("main thread", "world"), ("caller", "subgroup"), ("nobody", "subgroup")])
     of_interest = [case for case in NCCL_CASES if case not in {"raises", "exits", "is killed"}]
     jobs = [(case, *variant) for case, variant in zip(of_interest, variants)]  # noqa: B905  # the other is endless
     env = ON_CPU | {"HPC_INFLIGHT_DRILL_DEVICE": "fake"}
     problems = drills(NCCL_CASES, jobs, ranks=2, env=env, at_once=3, record=record_property)
+    env = ON_CPU | {"HPC_INFLIGHT_DRILL_DEVICE": "fake, blocking"}
+    jobs = [("is stuck in Python", "caller", "world")]
+    problems += drills(NCCL_CASES, jobs, ranks=2, env=env, at_once=1, record=record_property)
     assert not problems, problems

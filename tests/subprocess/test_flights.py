@@ -79,11 +79,11 @@ def test_batch_that_the_ranks_do_not_divide_is_an_error() -> None:
     assert "Traceback" not in job.stderr + job.stdout
 
 
-def test_other_device_is_an_error() -> None:
-    job = run_ranks(None, [*PROGRAM, "--device", "cuda"], env={"COLUMNS": "200"})
+def test_a_device_that_is_not_there_is_an_error() -> None:
+    job = run_ranks(None, [*PROGRAM, "--device", "cuda"], env={"CUDA_VISIBLE_DEVICES": ""})
     assert job.returncode == 2
-    assert "'cpu' is expected" in job.stderr
-    assert "found 'cuda'" in job.stderr
+    assert "--device: a GPU on every rank is expected for cuda, found none" in job.stderr
+    assert "Traceback" not in job.stderr + job.stdout
 
 
 GRADIENTS = """

@@ -356,10 +356,10 @@ def test_a_wait_that_only_looks_writes_nothing_and_one_past_the_operation_s_dead
 
 def test_a_graph_that_takes_an_operation_late_marks_all_that_follow_it() -> None:
     completion = StreamCompletion.__new__(StreamCompletion)
-    completion._stream, completion.event = SimpleNamespace(events=[]), 0
-    completion.progress = first = Progress()
-    second = Progress()
-    second.also, completion.progress = first, second
+    completion._stream, completion.event, completion.timeout_s = SimpleNamespace(events=[]), 0, 1.0
+    first, second = Progress(), Progress()
+    second.also = first
+    completion.track(second)
     completion.capture()
     assert first.captured
     assert second.captured

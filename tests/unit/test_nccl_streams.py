@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from datetime import timedelta
@@ -27,6 +28,7 @@ from hpc_inflight.errors import (
     NCCLUnavailableError,
     UnsupportedError,
 )
+from hpc_inflight.testing import wait_until
 from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 if TYPE_CHECKING:
@@ -341,6 +343,49 @@ def test_destroying(runtime: FakeRuntime) -> None:
     gate.set()
 
 
+def test_destroying_after_an_abort_ends_nothing_twice(runtime: FakeRuntime) -> None:
+    """A second end gave NCCL's handle and the streams' events up twice: to whoever had got them since."""
+    alone: Any = SimpleNamespace(rank=0, size=1)
+    comm = NCCLCommunicator(alone, 0, "g", -1, 10.0)
+    issue(comm, torch.ones(4)).wait()
+    comm.send(torch.ones(1), 0, 0, 5.0)  # a second stream
+    comm.abort()
+    comm.abort()
+    comm.shutdown(5.0)
+    comm.shutdown(5.0)
+    assert [how for how, _ in runtime.destroyed] == ["abort"]
+    del comm
+    gc.collect()
+    unused = runtime.events[-1]
+    assert len(unused) > 2
+    assert len(set(unused)) == len(unused)
+
+
+def test_a_handle_is_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Handle:
+        def __init__(self, *_: object) -> None:
+            self.calls: list[str] = []
+
+        def destroy(self) -> None:
+            self.calls.append("destroy")
+
+        def abort(self) -> None:
+            self.calls.append("abort")
+
+    cuda = SimpleNamespace(eventRecord=None, streamWaitEvent=None, eventQuery=None, memcpyAsync=None)
+    nccl = SimpleNamespace(get_version=lambda: 22809, groupStart=None, groupEnd=None, NcclCommunicator=Handle)
+    monkeypatch.setattr(_cupy, "_import_cupy", lambda: (cuda, nccl))
+    monkeypatch.setattr("hpc_inflight._torch_compat.cuda_functions", lambda: (None, None, None))
+    made = _cupy.Runtime()
+    handle = made.communicator(1, b"", 0)
+    held = sys.getrefcount(handle)
+    made.abort(handle)
+    assert sys.getrefcount(handle) == held - 1
+    made.abort(handle)
+    made.destroy(handle)
+    assert sys.getrefcount(handle) == held - 1
+
+
 def test_an_abort_that_hangs_is_left_behind(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -365,3 +410,96 @@ def test_without_cupy_the_error_names_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", None)
     with pytest.raises(NCCLUnavailableError, match=r"pip install 'hpc_inflight\[cuda1\d\]'"):
         _cupy.runtime()
+
+
+def test_what_passed_the_gate_before_it_closed_is_seen_by_the_drain(
+    comm: NCCLCommunicator, runtime: FakeRuntime
+) -> None:
+    # the launch is held where it is: the drain must neither begin its capture nor miss what comes of the launch
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "all_reduce":
+            inside.set()
+            go_on.wait(30)
+
+    runtime.fail = hold
+    issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
+    issuer.start()
+    assert inside.wait(30)
+    group_set.gate.close()
+    try:
+        assert not comm.is_idle()
+        runtime.fail = lambda _name: None
+        go_on.set()
+        issuer.join(30)
+        assert not comm.is_idle()  # it may be complete, but nobody has looked
+        (work,) = [*comm._stream.pending]
+        work.block(30)
+    finally:
+        group_set.gate.open()
+
+
+@pytest.mark.parametrize("op", ["collective", "message"])
+def test_what_comes_to_the_closed_gate_is_launched_when_it_opens(
+    comm: NCCLCommunicator, runtime: FakeRuntime, op: str
+) -> None:
+    closed, may_open = threading.Event(), threading.Event()
+
+    def drain() -> None:
+        group_set.gate.close()
+        closed.set()
+        may_open.wait(30)
+        group_set.gate.open()
+
+    drainer = threading.Thread(target=drain)
+    drainer.start()
+    assert closed.wait(30)
+    call = {"collective": lambda: issue(comm, torch.ones(4)), "message": lambda: comm.send(torch.ones(4), 0, 0, 10.0)}
+    issuer = threading.Thread(target=call[op])
+    issuer.start()
+    issuer.join(0.2)
+    assert issuer.is_alive()
+    assert comm.is_idle()
+    may_open.set()
+    issuer.join(30)
+    drainer.join(30)
+    assert not comm.is_idle()
+    if op == "message":
+        comm.recv(torch.ones(4), 0, 0, 10.0)
+
+
+def test_the_watchdog_sees_what_synchronous_operations_leave_on_their_stream(
+    comm: NCCLCommunicator, runtime: FakeRuntime
+) -> None:
+    comm.size = 2  # alone nobody waits for anybody
+    held = threading.Event()
+    side = runtime.new_stream(-1)
+    side.put(held.wait)
+    runtime.use_stream(side)
+    tensor = torch.ones(4)
+
+    def run() -> None:
+        comm.run_now([comm.all_reduce(tensor, SUM)])
+
+    assert comm.synchronous("all_reduce", 5.0) is None
+    run()
+    run()
+    seen = comm.synchronous("all_reduce", 5.0)
+    assert seen is not None
+    assert (seen.op, seen.seq, seen.device_type, seen.timeout_s) == ("all_reduce", 2, "cuda", 5.0)
+    assert comm.synchronous("all_reduce", 5.0) is seen  # so that it ages
+    assert comm.pending_works() == []  # a drain waits for what is enqueued alone
+    run()
+    later = comm.synchronous("all_reduce", 5.0)
+    assert later is not None
+    assert later.seq == 3
+    held.set()
+    wait_until(lambda: comm.synchronous("all_reduce", 5.0) is None)
+    runtime.use_stream(None)
+
+
+def test_the_watchdog_looks_at_works_while_another_thread_is_inside_a_launch(comm: NCCLCommunicator) -> None:
+    issue(comm, torch.ones(4)).wait()
+    with comm._stream.lock:
+        comm.pending_works()

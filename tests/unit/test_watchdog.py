@@ -22,7 +22,7 @@ class Group:
         self.looks = 0
         self.fails = False
 
-    def pending_works(self) -> list[Completion]:
+    def watched_works(self) -> list[Completion]:
         self.looks += 1
         if self.fails:
             raise KeyError(f"a mistake about {self.name}")
@@ -107,7 +107,7 @@ def test_an_id_that_is_used_again_is_watched(groups: list[Group]) -> None:
     gone.fails = True
     ticket = group_set.add(gone)  # type: ignore[arg-type]
     dog: Any = looked(1)
-    assert dog._given_up == {id(gone)}
+    assert dog._done_with == {id(gone)}
     group_set.discard(ticket)
     del gone
-    assert not dog._given_up
+    assert not dog._done_with

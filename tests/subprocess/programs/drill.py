@@ -2,8 +2,10 @@
 
 usage: drill.py CASE WAITER GROUP
 
-The subgroup has all ranks but the last. HPC_INFLIGHT_DRILL_DEVICE is cpu, cuda, or fake: the NCCL communicator over
-the stand-in for CUDA and NCCL. HPC_INFLIGHT_DRILL_TIMEOUT_S is how long an operation may take.
+Who waits: the "main thread", in its own call or, on a GPU, in a synchronize; a "worker", or "nobody"; or the "caller" of
+a synchronous call on a GPU. The subgroup has all ranks but the last. HPC_INFLIGHT_DRILL_DEVICE is cpu, cuda, or fake:
+the NCCL communicator over the stand-in for CUDA and NCCL; with "fake, blocking" what is launched blocks, as NCCL does
+when it connects. HPC_INFLIGHT_DRILL_TIMEOUT_S is how long an operation may take.
 """
 
 from __future__ import annotations
@@ -34,18 +36,24 @@ def synchronize() -> None:
     """Block the host for the device."""
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+    elif DEVICE == "fake":
+        event = runtime.event_create()
+        runtime.event_record(event, runtime.current_stream(-1))
+        while not runtime.event_done(event):
+            time.sleep(1e-3)
 
 
 def use_nccl(group: Any, *, connect: bool) -> None:
     """Have a group use NCCL, with its communicator made, or not before the group's first operation."""
-    if DEVICE == "fake":
+    if DEVICE.startswith("fake"):
 
         def open_nccl(_call: str, _tensor: torch.Tensor) -> Any:
             return group._nccl or group._open_nccl("drill", -1)
 
         group._open = open_nccl
     if connect:
-        dist.all_reduce(torch.ones(1, device=world.device), group=group)
+        tensor = torch.ones(1, device=world.device)  # kept until then: the stand-in has no allocator of its own
+        dist.all_reduce(tensor, group=group)
         synchronize()
 
 
@@ -92,11 +100,13 @@ group: Any = default if which == "world" else dist.new_group(members, timeout=LO
 other: Any = dist.new_group(everyone, timeout=LONG)  # of the last rank, too, and so no copy of the group
 if DEVICE == "cuda":
     torch.cuda.set_device(world.device)
-if DEVICE == "fake":
+if DEVICE.startswith("fake"):
     from hpc_inflight import _cupy
     from hpc_inflight.testing.fake_nccl import FakeRuntime
 
-    _cupy._runtime = FakeRuntime()  # type: ignore[assignment]
+    _cupy._runtime = runtime = FakeRuntime()  # type: ignore[assignment]
+    if DEVICE == "fake":
+        runtime.use_stream(runtime.new_stream(-1))  # else the current one is the calling thread
 if DEVICE != "cpu":
     use_nccl(other, connect=True)
     if member:
@@ -113,8 +123,9 @@ if case == "does not come to new_group" and member:
     dist.new_group(members, timeout=LIMIT)
 if member:
     op = dist.ReduceOp.MAX if case == "differs in op" and world.rank == BAD else dist.ReduceOp.SUM
-    if waiter == "main thread" and DEVICE == "cpu":
+    if waiter == "caller" or (waiter == "main thread" and DEVICE == "cpu"):
         dist.all_reduce(tensor, op=op, group=group)
+        synchronize()
     elif waiter != "nobody":
         work = dist.all_reduce(tensor, op=op, group=group, async_op=True)
         assert work is not None  # for mypy
