@@ -16,7 +16,7 @@ Importing starts neither MPI nor CUDA nor a thread, and configures no logging.
 
 from __future__ import annotations
 
-from hpc_inflight import backend, capture, store, watchdog
+from hpc_inflight import _on_failure, backend, capture, store, watchdog
 from hpc_inflight._flight_dump import dump_flight_recorder, dump_on_failure
 from hpc_inflight.bootstrap import World, finalize, init, world
 from hpc_inflight.capture import graph
@@ -90,5 +90,5 @@ __all__ = [
 backend.register()
 capture.register()
 watchdog.register()
-watchdog.watchdog.on_failure.append(dump_on_failure)
+_on_failure.add(dump_on_failure)
 store.register_rendezvous()

@@ -6,6 +6,7 @@ here is all that the NCCL communicator asks of a GPU, so that another object wit
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 _EVENT_WITHOUT_TIME: Final = 2  # cudaEventDisableTiming: recording one costs less
 _NOT_READY: Final = 600  # cudaErrorNotReady
+_THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _SHARING_SINCE: Final = 23000  # NCCL 2.30
 
@@ -214,6 +216,20 @@ def _import_cupy() -> tuple[Any, Any]:
         )
         raise NCCLUnavailableError(msg)
     return runtime, nccl
+
+
+def relax_captures() -> bool:
+    """Keep what this thread asks CUDA from ending another thread's capture, whatever mode that is in.
+
+    **Local:** for the thread's life; says whether it is done. Nothing is done before the first use of CUDA tensors in a
+    group: a process that uses no GPU gets no CUDA context.
+    """
+    if _runtime is None:
+        return False
+    with contextlib.suppress(OSError, AttributeError):  # a stand-in for CUDA, on a machine without
+        driver = ctypes.CDLL("libcuda.so.1")
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
+    return True
 
 
 def runtime() -> Runtime:

@@ -11,7 +11,7 @@ from typing import Final
 
 from hpc_inflight.config import config
 from hpc_inflight.errors import InflightError, InvalidArgumentError
-from hpc_inflight.flight_recorder import Process
+from hpc_inflight.flight_recorder import Process, ring
 
 PREFIX: Final = "flight_recorder_rank_"
 _said = threading.Event()  # where a failed job's dump is
@@ -56,11 +56,13 @@ def dump_flight_recorder(path: str | os.PathLike[str] | None = None) -> str:
 def dump_on_failure() -> None:
     """Write the flight recorder where the job is about to fail, and say on stderr, once, where it is.
 
-    **Local:** any thread. Raises nothing: what is wrong with the job is more than a file that cannot be written.
+    **Local:** any thread. A failure is an exception that ends the process, an exit with a code, an error that a
+    transport reports, and a deadline that passes; not a wait whose own deadline comes before the operation's.
+    Raises nothing: what is wrong with the job is more than a file that cannot be written.
     """
-    if not config().flight_recorder:
-        return
     try:
+        if not ring():  # it is off, or nothing has happened yet
+            return
         said = f"flight recorder in {dump_flight_recorder()}"
     except Exception as error:  # noqa: BLE001  # whatever it is, it must not take the failure's place
         said = f"the flight recorder cannot be written: {error}"

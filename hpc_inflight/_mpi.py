@@ -6,6 +6,7 @@ environment was compared with the library found, because afterwards a mismatch s
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import logging
 import os
@@ -19,7 +20,7 @@ from array import array
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from hpc_inflight import launchers
+from hpc_inflight import _on_failure, launchers
 from hpc_inflight.errors import (
     CollectiveTimeout,
     GroupDestroyedError,
@@ -173,6 +174,30 @@ def everyone_ends(timeout_s: float) -> bool:
     return False
 
 
+def leave_launcher(timeout_s: float) -> None:
+    """Say to a launcher that speaks PMIx that this process ends in order, though it cannot call MPI_Finalize.
+
+    **Collective:** with the other ranks' MPI_Finalize, which in Open MPI is the same fence and PMIx_Finalize. Without
+    them the launcher takes the end for a failure, and ends the job with an exit code of its own. Nothing happens where
+    no PMIx library is loaded.
+
+    Args:
+        timeout_s: Seconds to wait for the others.
+    """
+    path = next((file for file in mapped_files() if Path(file).name.startswith("libpmix.so")), None)
+    if path is None:
+        return
+    library = ctypes.CDLL(path)
+
+    def leave() -> None:
+        library.PMIx_Fence(None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))  # nobody's in particular: all of them
+        library.PMIx_Finalize(None, ctypes.c_size_t(0))
+
+    thread = threading.Thread(target=leave, name="hpc_inflight-leave", daemon=True)
+    thread.start()
+    thread.join(timeout_s)
+
+
 def thread_multiple() -> bool:
     """Say whether any thread may call MPI."""
     module = mpi()
@@ -203,6 +228,7 @@ def control_comm(timeout_s: float = 300.0) -> MPI.Intracomm:
                     f"not every rank arrived within {timeout_s:g} s at the first call that needs all "
                     f"{module.COMM_WORLD.size} ranks (init or init_process_group); check that all of them make it"
                 )
+                _on_failure.tell()
                 raise CollectiveTimeout(msg)
             _control = comm
     return _control
@@ -281,6 +307,7 @@ def run_with_deadline(call: Callable[[], T], timeout_s: float, what: str) -> T:
         raise failure[0]
     if not result:
         msg = f"{what}: not every rank arrived within {timeout_s:g} s; check that all its ranks make this call"
+        _on_failure.tell()
         raise CollectiveTimeout(msg)
     return result[0]
 
@@ -329,6 +356,7 @@ def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
         abandon(request)
         size = control_comm().size
         msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
+        _on_failure.tell()
         raise CollectiveTimeout(msg)
 
 

@@ -194,7 +194,7 @@ def world() -> World:
 
 
 def finalize(*, timeout_s: float = 60.0) -> None:
-    """End the world: wait for pending works, destroy every group, close the store.
+    """End the world: wait for pending works, destroy every group, also one that has failed, close the store.
 
     **Collective:** every rank, once, after its last collective. MPI itself ends with the process, so `init` may
     be called again.
@@ -213,7 +213,7 @@ def finalize(*, timeout_s: float = 60.0) -> None:
             msg = "finalize: no init() before this call, or it was finalized already; call init() first"
             raise NotInitializedError(msg)
         _mpi.mpi()  # raises in a forked child, which must not answer for its parent
-        group_set.wait_for_all_pending_works(timeout_s)
+        group_set.settle(timeout_s, "finalize")
         if dist.is_initialized():
             dist.destroy_process_group()
         store.close_default_store(timeout_s)
@@ -243,7 +243,7 @@ def _at_exit(pid: int) -> None:
     deadline = time.monotonic() + config().exit_timeout_s
     with contextlib.suppress(TimeoutError, InflightError):
         # what is un-issued elsewhere by now may never come; MPI_Finalize follows either way
-        group_set.wait_for_all_pending_works(config().exit_timeout_s)
+        group_set.settle(config().exit_timeout_s, "the end of the process")
     work_registry.report_unwaited(at_exit=True)
     if not _mpi.everyone_ends(_FAREWELL_S):
         watchdog.say_farewell()
@@ -256,4 +256,6 @@ def _at_exit(pid: int) -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
+        if config().on_timeout == "raise" and not failure.exit_code():  # the program has handled it
+            _mpi.leave_launcher(max(0.0, deadline - time.monotonic()))
         os._exit(failure.exit_code())  # the launcher ends the others; beside that call MPI_Finalize would crash

@@ -34,6 +34,7 @@ Row = list[Any]
 FATE = 7
 _NOWHERE: Row = [None] * (FATE + 1)  # where the recorder is off
 _MAX_CHANNELS = 4096
+_RECENT = 256  # more than threads that issue at the same time
 
 _next_id = itertools.count().__next__
 _lanes = itertools.count()
@@ -244,6 +245,14 @@ class Lane:
             row.append(_call_site.caller())
         self._append(row)
         return row
+
+    def issuing(self) -> Row | None:
+        """Return the oldest collective of late whose issuing has not returned.
+
+        **Local:** any thread. None if all have, or the recorder is off.
+        """
+        recent = list(ring())[-_RECENT:]  # in one step, whatever other threads do meanwhile
+        return next((row for row in recent if row[1] is self and row[FATE] is None), None)
 
     @contextlib.contextmanager
     def during(self, op: str) -> Iterator[None]:

@@ -9,7 +9,7 @@ import time
 import weakref
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpc_inflight.errors import DrainTimeout
+from hpc_inflight.errors import CommunicatorAborted, DrainTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ class Group(Protocol):
         """Return what is enqueued and not complete, oldest first."""
 
     def is_idle(self) -> bool:
-        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
+        """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""
 
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
@@ -98,7 +98,8 @@ class Gate:
     """Keeps new work from being enqueued between a drain and what the drain was for.
 
     A communicator asks `closed` while it holds the lock under which it enqueues, and waits without it. So once the
-    gate is closed and every lock was taken once (`Group.quiesce`), what is enqueued is what the drain sees.
+    gate is closed and every lock was seen free (`Group.is_idle`) or taken once (`Group.quiesce`), what is enqueued is
+    what the drain sees.
 
     Attributes:
         closed: Whether work must wait, except for what a running work's own callback issues.
@@ -213,16 +214,37 @@ def close_and_drain(timeout_s: float, what: str) -> None:
     deadline = time.monotonic() + timeout_s
     gate.close()
     try:
-        while not all(group.is_idle() for group in list(_groups.values())):
+        while not _all_idle():
             _drain(deadline, timeout_s, what)  # and look again: a callback may have issued
     except BaseException:
         gate.open()
         raise
 
 
-def _drain(deadline: float, timeout_s: float, what: str) -> None:
+def _all_idle() -> bool:
+    for reference in _groups.valuerefs():  # in one step: other threads may add groups
+        group = reference()
+        if group is not None and not group.is_idle():
+            return False
+    return True
+
+
+def settle(timeout_s: float, what: str) -> None:
+    """Wait as `wait_for_all_pending_works` does, but pass over groups that have failed: whoever waited has been told.
+
+    **Local:** where groups are about to be destroyed; nothing keeps other threads from enqueuing.
+    """
+    _drain(time.monotonic() + timeout_s, timeout_s, what, pass_over_failed=True)
+
+
+def _drain(deadline: float, timeout_s: float, what: str, *, pass_over_failed: bool = False) -> None:
     for group in groups():
-        group.quiesce()
+        try:
+            group.quiesce()
+        except CommunicatorAborted:
+            if pass_over_failed:
+                continue
+            raise
         while pending := group.pending_works():
             _wait(group, pending, deadline, timeout_s, what)
 

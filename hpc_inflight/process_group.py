@@ -336,14 +336,30 @@ class ProcessGroupInflight(Issuer):
         if self._nccl is not None and not self._closed:
             self._nccl.check()
 
-    def running(self) -> tuple[str, int, float, float] | None:
-        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+    def running(self) -> tuple[str, int, float, float, str] | None:
+        """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if anything does.
+
+        NCCL enqueues and returns, but for a first use, when it connects the ranks: then it blocks until they come.
+        """
         began = self._comm.called_at
-        return None if not began else (self._called, self._comm.seq + 1, began, self._timeout_s)
+        if began:
+            return self._called, self._comm.seq + 1, began, self._timeout_s, "cpu"
+        row = None if self._nccl is None else self._nccl_lane.issuing()
+        return None if row is None else (row[2], self._nccl.seq, row[6], self._timeout_s, "cuda")
+
+    def watched_works(self) -> Sequence[Completion]:
+        """Return what is enqueued and not complete, oldest first, and what synchronous calls have left on a GPU."""
+        works = self.pending_works()
+        if self._nccl is None or self._closed:
+            return works
+        left = self._nccl.synchronous(self._called, self._timeout_s)
+        return works if left is None else sorted([*works, left], key=lambda work: work.issued_at)
 
     def is_idle(self) -> bool:
-        """Say whether nothing is enqueued and nothing has failed, once those that were enqueuing have done so."""
-        return bool(self._closed) or (self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()))
+        """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""
+        if self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()):
+            return True
+        return bool(self._closed)
 
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""

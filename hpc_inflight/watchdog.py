@@ -11,17 +11,19 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_inflight import _mpi, group_set
+from hpc_inflight import _cupy, _mpi, _on_failure, group_set
 from hpc_inflight._rank_reports import Answer, Question, Reports, main_thread_site
 from hpc_inflight.config import config
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 from hpc_inflight.work import patience
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Sequence
 
     from hpc_inflight.work import Completion
 
@@ -49,8 +51,11 @@ class Group(group_set.Group, Protocol):
     def check(self) -> None:
         """Raise what the transport has found wrong since, without waiting for anything."""
 
-    def running(self) -> tuple[str, int, float, float] | None:
-        """Return op, number, begin and timeout in seconds of what runs in its caller, if anything does."""
+    def watched_works(self) -> Sequence[Completion]:
+        """Return what is enqueued and not complete, oldest first, and what synchronous calls have left on a GPU."""
+
+    def running(self) -> tuple[str, int, float, float, str] | None:
+        """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if any does."""
 
     def abort(self, error: InflightError | None = None) -> None:
         """Fail what is pending and refuse what comes."""
@@ -76,7 +81,8 @@ class Watchdog:
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
         self._reports = Reports(self._answer)
-        self.on_failure: list[Callable[[], object]] = []  # what writes dumps
+        self._done_with: set[int] = set()  # groups, by id, that have failed, or whose watching has
+        self._deaf = False  # hearing the other ranks has failed
 
     def start(self) -> None:
         """Start watching, unless this process is alone or MPI allows no second thread."""
@@ -100,20 +106,50 @@ class Watchdog:
             self._reports.say_farewell()
 
     def _loop(self) -> None:
+        relaxed = False
         while not self._stop.wait(config().watchdog_s):
-            self._reports.serve()
+            relaxed = relaxed or _cupy.relax_captures()
+            self._serve()
             for group in group_set.groups():
-                late = self._late(group)  # type: ignore[arg-type]  # every group of ours is one
-                if late is not None and not self._stop.is_set():
-                    self._fail(group, late)  # type: ignore[arg-type]
-                self._look_for_unseen_failure(group)  # type: ignore[arg-type]
+                if id(group) not in self._done_with:
+                    self._look_after(group)  # type: ignore[arg-type]  # every group of ours is one
+
+    def _serve(self) -> None:
+        try:
+            self._reports.serve()
+        except Exception:  # noqa: BLE001  # whatever it is, the groups are still to be watched
+            if not self._deaf:
+                self._deaf = True
+                _say(f"rank {_rank()}: the watchdog failed to hear other ranks, and goes on:\n{traceback.format_exc()}")
+
+    def _look_after(self, group: Group) -> None:
+        """Look at one group; what fails here is said once, and ends the watching of this group alone.
+
+        Left to itself it would end the thread, and so the job, for what may be a mistake of ours and no failure of the
+        program: nobody may be waiting for anything.
+        """
+        try:
+            late = self._late(group)
+            if late is not None and not self._stop.is_set():
+                self._fail(group, late)
+            self._look_for_unseen_failure(group)
+        except Exception:  # noqa: BLE001  # as above
+            self._be_done_with(group)
+            _say(
+                f"rank {_rank()}: the watchdog has failed at {group.describe()} and does not watch it any more; waits "
+                f"for it still end at their own deadlines:\n{traceback.format_exc()}"
+            )
+
+    def _be_done_with(self, group: Group) -> None:
+        self._done_with.add(id(group))
+        weakref.finalize(group, self._done_with.discard, id(group))
 
     def _late(self, group: Group) -> _Late | None:
         now = time.monotonic()
         pending = None
         if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
             with group_set.polling:
-                pending = next(iter(group.pending_works()), None)
+                pending = next(iter(group.watched_works()), None)
                 if pending is not None:
                     self._check(group)
         if pending is not None:
@@ -121,7 +157,7 @@ class Watchdog:
             op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s
             device_type = pending.device_type
         elif (running := group.running()) is not None:
-            (op, seq, began, timeout_s), p2p, device_type = running, False, "cpu"
+            (op, seq, began, timeout_s, device_type), p2p = running, False
         else:
             return None
         left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)
@@ -136,7 +172,7 @@ class Watchdog:
         try:
             group.check()
         except InflightError as error:
-            _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {group.describe()} failed: {error}")
+            _say(f"rank {_rank()}: {group.describe()} failed: {error}")
             group.abort(error)
 
     def _look_for_unseen_failure(self, group: Group) -> None:
@@ -153,18 +189,17 @@ class Watchdog:
 
     def _end(self, group: Group, error: InflightError) -> None:
         """Say what is wrong, abort the group, and end the job unless the program handles that itself."""
-        for write in self.on_failure:
-            write()
-        _say(f"rank {_mpi.mpi().COMM_WORLD.rank}: {error}; this rank's main thread is at {main_thread_site()}")
+        _on_failure.tell()
+        _say(f"rank {_rank()}: {error}; this rank's main thread is at {main_thread_site()}")
         group.abort(error)
+        self._be_done_with(group)
         if config().on_timeout == "abort":
             self._stop.wait(_UNWIND_S)
             _mpi.abort(1)
 
     def _answer(self, question: Question) -> Answer:
         """Say where this rank is; the one who asks has failed, so what is recorded here is written, too."""
-        for write in self.on_failure:
-            write()
+        _on_failure.tell()
         for group in group_set.groups():
             if group.key() == question.key:  # type: ignore[attr-defined]
                 known: Group = group  # type: ignore[assignment]
@@ -179,7 +214,7 @@ class Watchdog:
         ranks = group.key()[0]
         question = Question(group.key(), late.seq, late.device_type, late.point_to_point)
         answers = self._reports.ask(ranks, question, _ANSWERS_S)
-        me = _mpi.mpi().COMM_WORLD.rank
+        me = _rank()
         where = [_where(rank, answers.get(rank), late) for rank in ranks if rank != me]
         why = f"not complete after {late.age_s:.1f} s (timeout {late.timeout_s:g} s)"
         if late.left:
@@ -203,8 +238,13 @@ def _where(rank: int, answer: Answer | None, late: _Late) -> str:
     return f"rank {rank} has issued it{at}"
 
 
+def _rank() -> int:
+    rank: int = _mpi.mpi().COMM_WORLD.rank
+    return rank
+
+
 def _say(text: str) -> None:
-    sys.stderr.write(f"hpc_inflight: {text}\n")  # in one write: other ranks write, too
+    sys.stderr.write(f"hpc_inflight: {text.rstrip()}\n")  # in one write: other ranks write, too
     sys.stderr.flush()
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from hpc_inflight import _on_failure
 from hpc_inflight._torch_compat import NO_TIMEOUT, BaseWork, timeout_s
 from hpc_inflight.errors import CollectiveTimeout
 
@@ -181,7 +182,7 @@ class Completion:
             CollectiveTimeout: It did not within ``seconds``.
         """
         if not self._done.acquire(timeout=min(seconds, threading.TIMEOUT_MAX)):
-            raise CollectiveTimeout(self.describe_timeout(seconds))
+            raise self.timed_out(seconds)
         self._done.release()
 
     def wait(self, timeout: timedelta) -> None:
@@ -196,11 +197,18 @@ class Completion:
         if not self.completed:
             self.block(timeout_s(timeout, self.timeout_s + (patience.seconds if self.watched else 0.0)))
 
-    def describe_timeout(self, seconds: float) -> str:
-        """Return the text of the error for a deadline that passed."""
-        return (
+    def timed_out(self, seconds: float, more: str = "") -> CollectiveTimeout:
+        """Return the error for a wait whose deadline passed.
+
+        It is a failure, of which the flight recorder is written, once the operation is past its own deadline,
+        ``timeout_s`` after it was issued. A wait that gives up earlier only looked.
+        """
+        age = time.monotonic() - self.issued_at
+        if age >= self.timeout_s:
+            _on_failure.tell((self.op, self.group, self.seq))
+        return CollectiveTimeout(
             f"{self.op} (seq {self.seq}) on group {self.group}: not complete {seconds:g} s into the wait, "
-            f"{time.monotonic() - self.issued_at:.1f} s after it was issued; a rank has not issued it, or is stuck"
+            f"{age:.1f} s after it was issued; a rank has not issued it, or is stuck{more}"
         )
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
@@ -285,7 +293,9 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
             True.
 
         Raises:
-            CollectiveTimeout: The deadline passed; the operation stays in flight.
+            CollectiveTimeout: The deadline passed; the operation stays in flight. It is a failure, of which the flight
+                recorder is written, if the operation's own deadline (its group's timeout, or that of its call) has
+                passed as well; a shorter ``timeout`` is a look, and writes nothing.
             InflightError: The operation failed; whatever it raised is raised here, on every wait.
         """
         completion = self.completion

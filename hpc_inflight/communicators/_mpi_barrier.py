@@ -6,7 +6,7 @@ import functools
 import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
-from hpc_inflight import _mpi
+from hpc_inflight import _mpi, _on_failure
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ def monitored(group: Group, tag: int, timeout_s: float, *, all_ranks: bool) -> O
 def _fail(group: Group, message: str) -> NoReturn:
     text = f"group {group.name} is out of step since a deadline passed ({message}); destroy it and make a new one"
     group.give_up(CommunicatorAborted(text))
+    _on_failure.tell()
     raise CollectiveTimeout(message)
 
 

@@ -7,7 +7,6 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpc_inflight._mpi import abandon, mpi, poll, thread_multiple
-from hpc_inflight.errors import CollectiveTimeout
 from hpc_inflight.flight_recorder import Message
 from hpc_inflight.work import Completion
 
@@ -95,7 +94,7 @@ class RequestCompletion(Completion):
             CollectiveTimeout: It is not within ``seconds``.
         """
         if not poll(self.poll, seconds):
-            raise CollectiveTimeout(self.describe_timeout(seconds))
+            raise self.timed_out(seconds)
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
         """Return the future; a thread then makes the progress that nobody's ``wait`` makes."""

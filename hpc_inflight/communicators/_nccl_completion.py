@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from hpc_inflight import group_set
 from hpc_inflight._mpi import poll
 from hpc_inflight._torch_compat import NO_TIMEOUT, timeout_s
-from hpc_inflight.errors import CollectiveTimeout, InflightError
+from hpc_inflight.errors import InflightError
 from hpc_inflight.work import Completion
 
 if TYPE_CHECKING:
@@ -159,7 +159,7 @@ class StreamCompletion(Completion):
                 self.finish(error)
                 return
             if monotonic() >= deadline:
-                raise CollectiveTimeout(self.describe_timeout(seconds))
+                raise self.timed_out(seconds)
 
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
         """Return a future that is complete at once for the host; its ``wait`` and ``then`` order their streams."""
@@ -253,5 +253,5 @@ class LateCompletion(StreamCompletion):
                 raise InflightError(msg)
             seconds = timeout_s(timeout, self.timeout_s)
             if not self._launched.wait(min(seconds, threading.TIMEOUT_MAX)):
-                raise CollectiveTimeout(f"{self.describe_timeout(seconds)}; it waits for {self.until}")
+                raise self.timed_out(seconds, f"; it waits for {self.until}")
         super().wait(timeout)

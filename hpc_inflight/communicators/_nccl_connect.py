@@ -14,7 +14,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight import _mpi
+from hpc_inflight import _mpi, _on_failure
 from hpc_inflight.errors import CollectiveTimeout, GroupDestroyedError, InflightError, NCCLError, NCCLUnavailableError
 
 if TYPE_CHECKING:
@@ -252,6 +252,8 @@ def _verdict(meeting: Meeting) -> tuple[bool, Any, bool]:
 def _failure(
     meeting: Meeting, text: str, *, late: bool, kind: type[InflightError] = NCCLUnavailableError
 ) -> InflightError:
+    if late or kind is NCCLError:  # not of a missing GPU: a program may go on with the CPU
+        _on_failure.tell()
     return (CollectiveTimeout if late else kind)(f"{meeting.what}: {text}; CPU tensors of the group are not affected")
 
 

@@ -7,18 +7,16 @@ make its caller wait for that: a thread connects the pair and launches what was 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight import group_set
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
 from hpc_inflight.dtypes import NCCL_UINT8
 from hpc_inflight.errors import CaptureError, InflightError, NCCLError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
 
     from hpc_inflight.communicators._nccl_stream import Stream
 
@@ -59,19 +57,6 @@ class Message:
         return LateCompletion(*fields, until=until, blocks=True)
 
 
-@contextlib.contextmanager
-def _enqueuing(lock: threading.Lock, message: Message, *, captured: bool = False) -> Iterator[None]:
-    """Hold a lock, once no other thread drains, unless a graph takes the message."""
-    if captured:
-        lock.acquire()
-    else:
-        group_set.gate.enter(lock, message.timeout_s, message.op, message.group)
-    try:
-        yield
-    finally:
-        lock.release()
-
-
 class Pair:
     """The messages from one rank to another, at one of the two.
 
@@ -92,7 +77,7 @@ class Pair:
         self._is_sender = is_sender
         self._until = until
         self._in_thread = in_thread
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._queue: list[tuple[LateCompletion, Message, int]] | None = []  # None from when all is launched at once
         self._failure: InflightError | None = None
         self._started = False
@@ -103,22 +88,24 @@ class Pair:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
-    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
+
+        Returns:
+            Its completion; None if nothing was done, since the gate is closed (`group_set.Gate`).
 
         Raises:
             InflightError: The pair could not be connected before.
             CaptureError: It is not connected, and ``captured`` says that a graph takes the message.
         """
-        with _enqueuing(self.lock, message, captured=captured):
+        with self._lock:
             if self._failure is not None:
                 raise self._failure.with_traceback(None)
             if self._queue is None:
                 completion = message.completion(self.stream)
                 completion.captured = captured
-                operations = [self._launch(message)]
-                self.stream.launch(completion, operations, message.caller, captured=captured, entered=True)
-                return completion
+                launched = self.stream.launch(completion, [self._launch(message)], message.caller)
+                return completion if launched else None
             if captured:
                 msg = (
                     f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
@@ -126,10 +113,11 @@ class Pair:
                 )
                 raise CaptureError(msg)
             late = message.late(self.stream, self._until)
+            if not self.stream.enter(late):
+                return None
             event = self.stream.new_event()
             self.stream.runtime.event_record(event, message.caller)
             self._queue.append((late, message, event))
-            self.stream.add(late)
             start, self._started = not self._started, True
         if start and self._in_thread:
             name = f"hpc_inflight-pair-{message.group}"
@@ -170,14 +158,14 @@ class Pair:
             self.stream.events.append(event)
 
     def _next(self) -> tuple[LateCompletion, Message, int] | None:
-        with self.lock:
+        with self._lock:
             if self._queue:
                 return self._queue.pop(0)
             self._queue = None
             return None
 
     def _fail(self, error: Exception) -> None:
-        with self.lock:
+        with self._lock:
             self._failure = error if isinstance(error, InflightError) else NCCLError(f"connecting a pair: {error}")
             queue, self._queue = self._queue or [], []
         for late, _, _ in queue:
@@ -191,14 +179,14 @@ class Loopback:
         self.stream = stream
         self.nccl = None
         self._until = until
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._waiting: dict[str, list[tuple[LateCompletion, Message, int]]] = {"send": [], "recv": []}
 
     def stop(self, timeout_s: float) -> None:
         """Do nothing: there is nothing to connect."""
 
-    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion:
-        """Copy, if the other end was issued before, or have it copied then.
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
+        """Copy, if the other end was issued before, or have it copied then; None as of `Pair.issue`.
 
         Raises:
             InflightError: The two ends differ in size.
@@ -209,11 +197,12 @@ class Loopback:
             raise CaptureError(msg)
         runtime, stream = self.stream.runtime, self.stream
         other = "recv" if message.op == "send" else "send"
-        with _enqueuing(self.lock, message):
+        with self._lock:
             late = message.late(stream, self._until)
+            if not stream.enter(late):
+                return None
             event = stream.new_event()
             runtime.event_record(event, message.caller)
-            stream.add(late)
             if not self._waiting[other]:
                 self._waiting[message.op].append((late, message, event))
                 return late

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     Launch = Callable[[int], Callable[[], None] | None]
 
+_gate = group_set.gate
 _SOON = 8  # issues after which old completions are looked at again, all but one of them without asking the device
 LARGE = 1 << 20  # bytes: for such outputs it is worth asking each time, so that their memory comes back soon
 
@@ -32,7 +33,7 @@ class Stream:
         index: The device.
         raw: The stream's handle.
         events: The device's pool of unused events.
-        lock: Held from the event that orders a launch after its caller to when it is pending.
+        lock: Held from the event that orders a launch after its caller to the one that marks its end.
         pending: Oldest first.
         look_at: How many of those there have to be before they are looked at again.
     """
@@ -58,79 +59,79 @@ class Stream:
         except IndexError:
             return self.runtime.event_create()
 
-    def launch(
-        self,
-        completion: StreamCompletion,
-        operations: Sequence[Launch],
-        caller: int,
-        *,
-        captured: bool = False,
-        entered: bool = False,
-    ) -> None:
-        """Launch operations behind what the stream ``caller`` has so far, and keep them; with the device current.
+    def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> bool:
+        """Launch operations behind what the stream ``caller`` has so far; with the device current.
 
-        While another thread drains all groups it waits, unless the caller has ``entered`` the gate with a lock of its
-        own, or a graph has ``captured`` the operations: then they are not in flight, and not kept.
+        The gate is looked at, and the completion kept, under the lock: see `group_set.Gate`.
+
+        Returns:
+            False if nothing was launched, since the gate is closed; a capture is not asked for.
 
         Raises:
-            DrainTimeout: The drain did not end in time.
-            NCCLError: NCCL refused one; its tensors are kept until the device is past it.
+            NCCLError: NCCL refused one; its tensors are kept until the device is past it, as a part may be launched.
         """
-        start, raw, lock, gate = self._start, self.raw, self.lock, group_set.gate
-        lock.acquire()
-        if gate.closed and not captured and not entered:
-            lock.release()
-            gate.enter(lock, completion.timeout_s, completion.op, completion.group)
-        try:
+        start, raw = self._start, self.raw
+        with self.lock:
+            pends = not completion.captured
+            if pends and _gate.closed and not _gate.is_mine():
+                return False
             self._record(start, caller)
             self._wait(raw, start)
-            if len(operations) != 1:
-                self._launch(completion, operations, raw)
-                return
-            try:  # the frequent case, in this frame
-                after = operations[0](raw)
-                if after is not None:
-                    self.runtime.run_on(self._stream, after)
+            try:
+                if len(operations) == 1:  # the frequent case, in this frame
+                    after = operations[0](raw)
+                    if after is not None:
+                        self.runtime.run_on(self._stream, after)
+                else:
+                    self._launch(operations, raw)
             except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
                 raise_nccl_error(completion.op, error)
             finally:
                 self._record(completion.event, raw)
-        finally:
-            # under the lock, so that a drain sees it, and after its event; also when it failed, as a part may run
-            if not captured:
-                self.pending.append(completion)
-            lock.release()
+                if pends:
+                    self.pending.append(completion)
+        return True
+
+    def enter(self, completion: StreamCompletion) -> bool:
+        """Keep a completion that is launched later, with `launch_behind`; False if the gate is closed."""
+        with self.lock:
+            if _gate.closed and not _gate.is_mine():
+                return False
+            self.pending.append(completion)
+        return True
 
     def launch_behind(self, completion: StreamCompletion, operations: Sequence[Launch], event: int) -> None:
         """Launch operations behind an event that the caller recorded when it issued them."""
         with self.lock:
             self._wait(self.raw, event)
-            self._launch(completion, operations, self.raw)
+            try:
+                self._launch(operations, self.raw)
+            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
+                raise_nccl_error(completion.op, error)
+            finally:
+                self._record(completion.event, self.raw)
 
-    def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], raw: int) -> None:
-        try:
-            if len(operations) == 1:
-                after = operations[0](raw)
-                if after is not None:
-                    self.runtime.run_on(self._stream, after)
-            else:
-                for after in launch_group(self.runtime, operations, raw):
-                    self.runtime.run_on(self._stream, after)
-        except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
-            raise_nccl_error(completion.op, error)
-        finally:
-            self._record(completion.event, raw)
-
-    def add(self, completion: StreamCompletion) -> None:
-        """Keep a completion until it is complete."""
-        self.pending.append(completion)
+    def _launch(self, operations: Sequence[Launch], raw: int) -> None:
+        if len(operations) == 1:
+            after = operations[0](raw)
+            if after is not None:
+                self.runtime.run_on(self._stream, after)
+            return
+        for after in launch_group(self.runtime, operations, raw):
+            self.runtime.run_on(self._stream, after)
 
     def retire(self) -> None:
-        """Drop the oldest completions that are complete."""
+        """Drop the oldest completions that are complete, unless something is being launched at the moment.
+
+        NCCL may block a launch until the other ranks come; the watchdog, which has to notice, must not block with it.
+        """
         pending = self.pending
-        with self.lock:
-            while pending and pending[0].poll():
-                pending.popleft()
+        if self.lock.acquire(blocking=False):
+            try:
+                while pending and pending[0].poll():
+                    pending.popleft()
+            finally:
+                self.lock.release()
 
     def look_after(self, limit: int, timeout_s: float) -> None:
         """Drop old completions, and wait for the oldest while there are ``limit``.

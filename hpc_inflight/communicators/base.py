@@ -127,7 +127,7 @@ class Communicator(Protocol):
         """Make a communicator of some of the group's ranks; collective over those only."""
 
     def is_idle(self) -> bool:
-        """Say whether nothing is pending and nothing has failed, once those that were enqueuing have done so.
+        """Say whether nothing is pending, nobody is about to enqueue and nothing has failed.
 
         Cheap, and never wrong about what is idle: it may take something for pending that has just completed.
         """

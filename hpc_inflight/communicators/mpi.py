@@ -57,6 +57,7 @@ class MPICommunicator(Mover):
         self._issue_lock = threading.Lock()  # numbers and queue in the same order, whichever threads issue
         self._worker = Worker(name, config().max_pending)
         self._requests = Requests()
+        self._queued, self._live = self._worker.queued, self._requests.live  # both stay the same objects
         self._nth = _made[self.global_ranks]
         _made[self.global_ranks] += 1
         self.called_at = 0.0  # when an operation began that runs in its caller; 0 when none does
@@ -132,8 +133,8 @@ class MPICommunicator(Mover):
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
-        with self._issue_lock:
-            return not (self._worker.queued or self._requests.live or self._unusable)
+        # the lock first: who holds it may be about to enqueue; who takes it later finds the gate closed
+        return not (self._issue_lock.locked() or self._queued or self._live or self._unusable)
 
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import logging
@@ -9,7 +10,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_inflight import _cupy, _mpi
+from hpc_inflight import _cupy, _mpi, group_set
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
@@ -27,6 +28,7 @@ from hpc_inflight.errors import (
     GroupDestroyedError,
     InflightError,
     InvalidArgumentError,
+    NCCLError,
     NCCLUnavailableError,
     UnsupportedError,
 )
@@ -46,6 +48,13 @@ _END_S = 10.0  # for NCCL to destroy or abort a communicator
 _DONE = DoneWork()
 _left_behind: list[list[Stream]] = []
 _log = logging.getLogger(__name__)
+
+
+class _Seen(Completion):
+    """A synchronous operation that the watchdog has found on its stream."""
+
+    device_type = "cuda"
+    __slots__ = ()
 
 
 class NCCLCommunicator(Mover):
@@ -88,7 +97,7 @@ class NCCLCommunicator(Mover):
         self.seq = 0
         runtime = self.runtime
         self._current_stream, self._current_device = runtime.current_stream, runtime.current_device
-        self._capturing = runtime.capturing
+        self._capturing, self._record = runtime.capturing, runtime.event_record
         self._comm = comm
         self._tag = tag
         self._timeout_s = timeout_s
@@ -96,6 +105,8 @@ class NCCLCommunicator(Mover):
         self._p2p_numbers = itertools.count(1)
         self._unusable: InflightError | None = None  # why, once it is
         self._stopping = False  # nothing is waited for any more
+        self._left = self._past = 0  # the last synchronous operation, and the last that is known to be complete
+        self._seen: _Seen | None = None
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
@@ -107,6 +118,7 @@ class NCCLCommunicator(Mover):
         self._block_inputs: list[torch.Tensor] = []
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
+            self._here = self._stream.new_event()  # behind the last synchronous operation
             self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
 
     def _new_stream(self, nccl: Any) -> Stream:
@@ -121,14 +133,38 @@ class NCCLCommunicator(Mover):
         if self._stream.pending and self._capturing():
             self._check_capture("a synchronous collective")
         index = self._index
+        caller = self._current_stream(index)
         if self._current_device() != index:
             with self.runtime.on_device(index), self._stream.lock:
-                run_here(self.runtime, operations, self._current_stream(index))
+                self._run_here(operations, caller)
         else:
             with self._stream.lock:
-                run_here(self.runtime, operations, self._current_stream(index))
-        self.seq = next(self._numbers)
+                self._run_here(operations, caller)
         return _DONE
+
+    def _run_here(self, operations: Sequence[Launch], caller: int) -> None:
+        self.seq = seq = next(self._numbers)
+        run_here(self.runtime, operations, caller)
+        if self.size > 1 and not (caller and self._capturing()):  # alone nobody waits for anybody
+            self._record(self._here, caller)
+            self._left = seq
+
+    def synchronous(self, op: str, timeout_s: float) -> Completion | None:
+        """Return what stands for the synchronous operations so far, unless they are complete; for the watchdog.
+
+        All record the same event, which so speaks for the last of them: NCCL runs them in order. Their time counts from
+        when that one was first seen here.
+        """
+        left, seen = self._left, self._seen
+        if left == self._past or self._unusable is not None:
+            return None
+        with contextlib.suppress(NCCLError):  # whoever uses the device next is told
+            if not self.runtime.event_done(self._here):
+                if seen is None or seen.seq != left:
+                    self._seen = seen = _Seen(op, self.name, left, timeout_s)
+                return seen
+        self._past, self._seen = left, None
+        return None
 
     def enqueue(
         self,
@@ -159,18 +195,16 @@ class NCCLCommunicator(Mover):
         keep = operations, outputs, inputs
         completion = StreamCompletion(op, self.name, seq, timeout_s, stream, caller, keep)
         # the legacy default stream, of handle 0, cannot be captured
-        if caller and self._capturing():
+        if (caller and self._capturing()) or not stream.launch(completion, operations, caller):
             self._launch(completion, operations, caller)
-        else:
-            stream.launch(completion, operations, caller)
         return Work(completion, outputs)
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
-        captured = bool(caller) and self._capturing()
-        if captured:
+        if caller and self._capturing():
             self._check_capture(completion.op)
             completion.capture()
-        self._stream.launch(completion, operations, caller, captured=captured)
+        while not self._stream.launch(completion, operations, caller):
+            group_set.gate.wait(completion.timeout_s, f"{completion.op} on group {self.name}")
 
     def _check_capture(self, op: str) -> None:
         """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
@@ -270,8 +304,13 @@ class NCCLCommunicator(Mover):
             message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
             if caller and self._capturing():
                 self._check_capture(op)
-                return pair.issue(message, captured=True)
-            return pair.issue(message)
+            else:
+                while (issued := pair.issue(message)) is None:
+                    group_set.gate.wait(timeout_s, f"{op} on group {self.name}")
+                return issued
+            captured = pair.issue(message, captured=True)
+            assert captured is not None  # noqa: S101  # for mypy: a capture passes the gate
+            return captured
 
     def _pair(self, op: str, peer: int) -> Pair | Loopback:
         key = (self.rank, peer) if op == "send" else (peer, self.rank)
@@ -372,15 +411,11 @@ class NCCLCommunicator(Mover):
         if stream.lock.locked() or stream.pending or self._unusable is not None:
             return False
         return not self._pairs or not any(
-            pair.lock.locked() or pair.stream.lock.locked() or pair.stream.pending
-            for pair in list(self._pairs.values())
+            pair.stream.lock.locked() or pair.stream.pending for pair in list(self._pairs.values())
         )
 
     def quiesce(self) -> None:
         """See `Communicator.quiesce`."""
-        for pair in list(self._pairs.values()):
-            with pair.lock:
-                pass
         for stream in self._streams():
             with stream.lock:
                 pass
@@ -446,5 +481,6 @@ class NCCLCommunicator(Mover):
             )
             _left_behind.append(streams)  # with the tensors that it may still be using
             return
+        self._stream.events.append(self._here)
         for stream in streams:
             stream.close()

@@ -8,6 +8,7 @@ import pickle
 import threading
 import time
 import weakref
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import hpc_inflight as hi
-from hpc_inflight import _flight_dump, _flight_format, _flight_records, flight_recorder, watchdog
+from hpc_inflight import _flight_dump, _flight_format, _flight_records, _on_failure, flight_recorder
 from hpc_inflight.cli._trace_load import TraceError, unpickle
 from hpc_inflight.communicators._nccl_completion import StreamCompletion
 from hpc_inflight.config import Config, config
@@ -299,8 +300,9 @@ def test_what_is_damaged_is_refused() -> None:
 
 
 def test_a_dump_that_fails_says_so_once_and_raises_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    ring: pytest.MonkeyPatch, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    Lane(Group(0, 1, 30.0), "mpi").begin("barrier", ())
     monkeypatch.setattr(_flight_dump, "_said", threading.Event())
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setattr(_flight_dump, "config", lambda: Config(dump_dir=str(tmp_path / "file" / "dumps")))
@@ -311,15 +313,45 @@ def test_a_dump_that_fails_says_so_once_and_raises_nothing(
     assert "the flight recorder cannot be written" in said
 
 
-def test_a_failure_writes_the_recorder_and_says_where(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+@pytest.fixture
+def written(ring: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """Return the directory of the dumps of a process that has issued one operation."""
+    ring.setenv("HPC_INFLIGHT_DUMP_DIR", str(tmp_path / "dumps"))
+    ring.setattr(_flight_dump, "_said", threading.Event())
+    Lane(Group(0, 1, 30.0), "mpi").begin("barrier", ())
+    return tmp_path / "dumps"
+
+
+def test_a_failure_writes_the_recorder_and_says_where(written: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _on_failure.tell()
+    (file,) = written.iterdir()
+    assert str(file) in capsys.readouterr().err
+
+
+def test_nothing_is_written_of_a_process_that_has_done_nothing(
+    ring: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(_flight_dump, "_said", threading.Event())
-    monkeypatch.setattr(_flight_dump, "config", lambda: Config(dump_dir=str(tmp_path / "dumps")))
-    assert _flight_dump.dump_on_failure in watchdog.watchdog.on_failure
-    _flight_dump.dump_on_failure()
-    (written,) = (tmp_path / "dumps").iterdir()
-    assert str(written) in capsys.readouterr().err
+    ring.setenv("HPC_INFLIGHT_DUMP_DIR", str(tmp_path / "dumps"))
+    _on_failure.tell()
+    assert not (tmp_path / "dumps").exists()
+    assert capsys.readouterr().err == ""
+
+
+def test_a_wait_that_only_looks_writes_nothing_and_one_past_the_operation_s_deadline_does(written: Path) -> None:
+    look = timedelta(milliseconds=1)
+    with pytest.raises(hi.CollectiveTimeout):
+        Work(Completion("all_reduce", "g", 1, 1000.0), ()).wait(look)
+    assert not written.exists()
+    for timeout in (timedelta(), look):  # a deadline of its own or the operation's, which has passed either way
+        completion = Completion("all_reduce", "g", 2 + timeout.microseconds, 0.01)
+        time.sleep(0.02)
+        with pytest.raises(hi.CollectiveTimeout, match="all_reduce"):
+            Work(completion, ()).wait(timeout)
+        (file,) = written.iterdir()
+        file.unlink()
+    with pytest.raises(hi.CollectiveTimeout):  # polled on, it has been written of already
+        Work(completion, ()).wait(look)
+    assert not list(written.iterdir())
 
 
 def test_a_graph_that_takes_an_operation_late_marks_all_that_follow_it() -> None:

@@ -28,6 +28,7 @@ from hpc_inflight.errors import (
     NCCLUnavailableError,
     UnsupportedError,
 )
+from hpc_inflight.testing import wait_until
 from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 if TYPE_CHECKING:
@@ -302,14 +303,14 @@ def test_nothing_slips_between_a_drain_and_what_it_is_for(
     class Lock:
         """Closes the gate just before it is taken for the first time, in another thread."""
 
-        def acquire(self) -> bool:
+        def acquire(self, blocking: bool = True) -> bool:
             if not stopped.is_set():
                 drain = threading.Thread(target=gate.close)
                 drain.start()
                 drain.join()
                 assert comm.is_idle()
                 stopped.set()
-            return lock.acquire()
+            return lock.acquire(blocking)
 
         release, locked, __exit__ = lock.release, lock.locked, lock.__exit__
 
@@ -450,3 +451,96 @@ def test_without_cupy_the_error_names_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setitem(__import__("sys").modules, "cupy.cuda", None)
     with pytest.raises(NCCLUnavailableError, match=r"pip install 'hpc_inflight\[cuda1\d\]'"):
         _cupy.runtime()
+
+
+def test_what_passed_the_gate_before_it_closed_is_seen_by_the_drain(
+    comm: NCCLCommunicator, runtime: FakeRuntime
+) -> None:
+    # the launch is held where it is: the drain must neither begin its capture nor miss what comes of the launch
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "all_reduce":
+            inside.set()
+            go_on.wait(30)
+
+    runtime.fail = hold
+    issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
+    issuer.start()
+    assert inside.wait(30)
+    group_set.gate.close()
+    try:
+        assert not comm.is_idle()
+        runtime.fail = lambda _name: None
+        go_on.set()
+        issuer.join(30)
+        assert not comm.is_idle()  # it may be complete, but nobody has looked
+        (work,) = [*comm._stream.pending]
+        work.block(30)
+    finally:
+        group_set.gate.open()
+
+
+@pytest.mark.parametrize("op", ["collective", "message"])
+def test_what_comes_to_the_closed_gate_is_launched_when_it_opens(
+    comm: NCCLCommunicator, runtime: FakeRuntime, op: str
+) -> None:
+    closed, may_open = threading.Event(), threading.Event()
+
+    def drain() -> None:
+        group_set.gate.close()
+        closed.set()
+        may_open.wait(30)
+        group_set.gate.open()
+
+    drainer = threading.Thread(target=drain)
+    drainer.start()
+    assert closed.wait(30)
+    call = {"collective": lambda: issue(comm, torch.ones(4)), "message": lambda: comm.send(torch.ones(4), 0, 0, 10.0)}
+    issuer = threading.Thread(target=call[op])
+    issuer.start()
+    issuer.join(0.2)
+    assert issuer.is_alive()
+    assert comm.is_idle()
+    may_open.set()
+    issuer.join(30)
+    drainer.join(30)
+    assert not comm.is_idle()
+    if op == "message":
+        comm.recv(torch.ones(4), 0, 0, 10.0)
+
+
+def test_the_watchdog_sees_what_synchronous_operations_leave_on_their_stream(
+    comm: NCCLCommunicator, runtime: FakeRuntime
+) -> None:
+    comm.size = 2  # alone nobody waits for anybody
+    held = threading.Event()
+    side = runtime.new_stream(-1)
+    side.put(held.wait)
+    runtime.use_stream(side)
+    tensor = torch.ones(4)
+
+    def run() -> None:
+        comm.run_now([comm.all_reduce(tensor, SUM)])
+
+    assert comm.synchronous("all_reduce", 5.0) is None
+    run()
+    run()
+    seen = comm.synchronous("all_reduce", 5.0)
+    assert seen is not None
+    assert (seen.op, seen.seq, seen.device_type, seen.timeout_s) == ("all_reduce", 2, "cuda", 5.0)
+    assert comm.synchronous("all_reduce", 5.0) is seen  # so that it ages
+    assert comm.pending_works() == []  # a drain waits for what is enqueued alone
+    run()
+    later = comm.synchronous("all_reduce", 5.0)
+    assert later is not None
+    assert later.seq == 3
+    held.set()
+    wait_until(lambda: comm.synchronous("all_reduce", 5.0) is None)
+    runtime.use_stream(None)
+
+
+def test_the_watchdog_looks_at_works_while_another_thread_is_inside_a_launch(comm: NCCLCommunicator) -> None:
+    issue(comm, torch.ones(4)).wait()
+    with comm._stream.lock:
+        comm.pending_works()
