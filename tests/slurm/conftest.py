@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpc_inflight.launch_command import clean_env
+from hpc_inflight.launch_env import clean_env
 from tests import mpis
 from tests.slurm.cluster import Cluster, ClusterError, install, running
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpc_inflight.launch_command import clean_env, usable_cores
+from hpc_inflight.launch_env import clean_env
+from hpc_inflight.launch_find import usable_cores
 from tests import mpis
 
 if TYPE_CHECKING:
