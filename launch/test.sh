@@ -32,9 +32,17 @@ esac
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 step_name="setup"
+beside_pid='' beside_name='' beside_log=''
 # The last line says how it went, whichever way the script ends.
 finish() {
     local status=$?
+    if [[ -n $beside_pid ]]; then
+        # INT: pytest ends the jobs that it started, the Slurm cluster among them
+        kill -INT -- "-$beside_pid" 2>/dev/null || true
+        wait "$beside_pid" || true
+        rm -f "$beside_log"
+        echo "test.sh: stopped '$beside_name', which ran beside it"
+    fi
     if ((status == 0)); then
         echo "test.sh: PASSED in $SECONDS s"
     else
@@ -51,6 +59,34 @@ step() {
     shift
     "$@"
     printf -- '--- %s: %d s\n' "$step_name" $((SECONDS - start))
+}
+
+# beside NAME COMMAND...: run it while the steps up to `join` run. Its output is kept, so that no lines mix.
+beside() {
+    beside_name=$1 beside_log=$(mktemp)
+    shift
+    # Job control makes it a process group of its own, which can be ended as one, and leaves INT to it.
+    set -m
+    (
+        set +m
+        start=$SECONDS
+        "$@"
+        printf -- '--- %s: %d s, beside the steps above\n' "$beside_name" $((SECONDS - start))
+    ) </dev/null >"$beside_log" 2>&1 &
+    beside_pid=$!
+    set +m
+}
+
+# Wait for what runs beside, print what it printed, and judge it.
+join() {
+    local status=0
+    step_name=$beside_name
+    wait "$beside_pid" || status=$?
+    beside_pid=''
+    printf '\n=== %s\n' "$step_name"
+    cat "$beside_log"
+    rm -f "$beside_log"
+    return "$status"
 }
 
 # within SIGNAL SECONDS COMMAND...: what hangs past its own deadlines ends with 124, far beyond what a slow machine
@@ -88,6 +124,8 @@ slurm_tests() {
 # shellcheck source=launch/setup.sh
 source launch/setup.sh examples,test,dev,bench
 
+# What is Python alone with itself leaves a core to what has one rank.
+if [[ -z $quick ]]; then beside "tests/mpi, ranks: 1" mpi_tests 1 "not slow and not once"; fi
 step "ruff check" within TERM 1800 ruff check .
 step "ruff format" within TERM 1800 ruff format --check .
 step "mypy" within TERM 1800 mypy
@@ -98,15 +136,17 @@ if [[ -n $quick ]]; then
     step "tests/mpi, ranks: 2" mpi_tests 2 "not slow"
     exit 0
 fi
-for n in 1 2 3 4; do
-    # the slow ones (2^31 elements, 5,000 groups) once, at the size that has the memory for them
-    which="not slow and not once"
-    if ((n == 2)); then which="slow or not slow"; fi
-    step "tests/mpi, ranks: $n" mpi_tests "$n" "$which"
+join
+# the slow ones (2^31 elements, 5,000 groups) once, at the size that has the memory for them
+step "tests/mpi, ranks: 2" mpi_tests 2 "slow or not slow"
+for n in 3 4; do
+    step "tests/mpi, ranks: $n" mpi_tests "$n" "not slow and not once"
 done
 case ${MPI:-openmpi} in
     openmpi) step "tests/mpi, ranks: 2, MPICH" other_mpi_tests mpich libmpi.so.12 ;;
     mpich) step "tests/mpi, ranks: 2, Open MPI" other_mpi_tests openmpi libmpi.so.40 ;;
 esac
+# Both wait a lot, for deadlines and for the scheduler.
+beside "Slurm" slurm_tests
 step "whole jobs" within INT 10800 python -m pytest tests/subprocess
-step "Slurm" slurm_tests
+join
