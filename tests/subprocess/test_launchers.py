@@ -108,6 +108,14 @@ def test_ranks_below_another_launcher_are_a_world_of_their_own(mpi: MPI) -> None
     assert sorted(re.findall("<.*?>", done.stdout)) == ["<0 of 2>", "<1 of 2>"]
 
 
+def test_plain_python_is_a_world_of_one(mpi: MPI) -> None:
+    program = "import hpc_inflight as hi; w = hi.init(); print(f'<{w.rank} of {w.world_size}>'); hi.finalize()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(mpi), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "<0 of 1>\n", "")
+
+
 def alive(marker: str) -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
