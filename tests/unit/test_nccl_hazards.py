@@ -1,0 +1,74 @@
+"""What goes wrong on the NCCL path only when things meet: an abort and a waiter, a launch and a destroy."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import torch
+
+from hpc_inflight import _cupy
+from hpc_inflight.communicators.base import Reduction
+from hpc_inflight.communicators.nccl import NCCLCommunicator
+from hpc_inflight.testing.fake_nccl import FakeRuntime
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+SUM = Reduction("SUM")
+ALONE: Any = SimpleNamespace(rank=0, size=1)
+
+
+@pytest.fixture
+def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
+    made = FakeRuntime()
+    monkeypatch.setattr(_cupy, "_runtime", made)
+    return made
+
+
+@pytest.fixture
+def comm(runtime: FakeRuntime) -> Iterator[NCCLCommunicator]:
+    made = NCCLCommunicator(ALONE, 0, "g", -1, 10.0)
+    runtime.log.clear()
+    yield made
+    runtime.fail = lambda _name: None
+    runtime.is_capturing = False
+    made.shutdown(5.0)
+    assert not runtime.open_groups()
+
+
+def issue(comm: NCCLCommunicator, *tensors: torch.Tensor) -> Any:
+    return comm.enqueue("all_reduce", [comm.all_reduce(t, SUM) for t in tensors], tensors, 10.0)
+
+
+# shared memory --------------------------------------------------------------------------------------------------
+
+
+def addresses(comm: NCCLCommunicator, monkeypatch: pytest.MonkeyPatch, operation: Any) -> tuple[set[int], set[int]]:
+    """Return the addresses that an operation of rank 0 of 2 sends from and receives at."""
+    sent: set[int] = set()
+    received: set[int] = set()
+    monkeypatch.setattr(comm._nccl, "send", lambda address, *_: sent.add(address))
+    monkeypatch.setattr(comm._nccl, "recv", lambda address, *_: received.add(address))
+    work = comm.enqueue("exchange", [operation()], (), 10.0)
+    work.completion.block(5.0)
+    return sent, received
+
+
+def test_nothing_is_sent_from_where_something_arrives(comm: NCCLCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL sends and receives at once: such memory may be overwritten before it was sent."""
+    comm.size = 2
+    tensors = [torch.ones(4), torch.ones(4)]
+    for outputs in (tensors, tensors[::-1]):
+        sent, received = addresses(comm, monkeypatch, lambda outputs=outputs: comm.all_to_all(outputs, tensors))
+        assert sent
+        assert not sent & received
+
+
+def test_a_scatter_into_one_of_its_inputs(comm: NCCLCommunicator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The root's own part is copied first, over what is to be sent."""
+    comm.size = 2
+    inputs = [torch.ones(4), torch.full((4,), 2.0)]
+    sent, _ = addresses(comm, monkeypatch, lambda: comm.scatter(inputs[1], inputs, 0))
+    assert inputs[1].data_ptr() not in sent
