@@ -42,6 +42,39 @@ def issue(comm: NCCLCommunicator, *tensors: torch.Tensor) -> Any:
     return comm.enqueue("all_reduce", [comm.all_reduce(t, SUM) for t in tensors], tensors, 10.0)
 
 
+# launches and ends ----------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_asked_of_a_communicator_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NCCL frees it before CuPy forgets its address."""
+    asked: list[str] = []
+    made: list[Any] = []
+
+    class Handle:
+        def __init__(self, *_: object) -> None:
+            pass
+
+        def check_async_error(self) -> None:
+            asked.append("check")
+
+        def destroy(self) -> None:
+            made[0].check(self)
+
+        abort = destroy
+
+    cuda = SimpleNamespace(eventRecord=None, streamWaitEvent=None, eventQuery=None, memcpyAsync=None)
+    nccl = SimpleNamespace(get_version=lambda: 22809, groupStart=None, groupEnd=None, NcclCommunicator=Handle)
+    monkeypatch.setattr(_cupy, "_import_cupy", lambda: (cuda, nccl))
+    monkeypatch.setattr("hpc_inflight._torch_compat.cuda_functions", lambda: (None, None, None))
+    made.append(_cupy.Runtime())
+    handle = made[0].communicator(1, b"", 0)
+    made[0].check(handle)
+    assert asked == ["check"]
+    made[0].abort(handle)
+    made[0].check(handle)
+    assert asked == ["check"]
+
+
 # shared memory --------------------------------------------------------------------------------------------------
 
 
