@@ -97,6 +97,7 @@ class StreamCompletion(Completion):
         """Note that a CUDA graph takes it, here and in the flight recorder."""
         self.captured = True
         progress = self.progress
+        group_set.keep_while_capturing(self)
         while progress is not None:
             progress.captured = True
             progress = progress.also

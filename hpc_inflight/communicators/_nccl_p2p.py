@@ -103,7 +103,8 @@ class Pair:
                 raise self._failure.with_traceback(None)
             if self._queue is None:
                 completion = message.completion(self.stream)
-                completion.captured = captured
+                if captured:
+                    completion.capture()
                 launched = self.stream.launch(completion, [self._launch(message)], message.caller)
                 return completion if launched else None
             if captured:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
+import threading
+import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 
-from hpc_inflight import _cupy
+from hpc_inflight import _cupy, group_set
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.testing.fake_nccl import FakeRuntime
@@ -105,3 +108,28 @@ def test_a_scatter_into_one_of_its_inputs(comm: NCCLCommunicator, monkeypatch: p
     inputs = [torch.ones(4), torch.full((4,), 2.0)]
     sent, _ = addresses(comm, monkeypatch, lambda: comm.scatter(inputs[1], inputs, 0))
     assert inputs[1].data_ptr() not in sent
+
+
+# devices, captures, blocks --------------------------------------------------------------------------------------
+
+
+def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
+    comm: NCCLCommunicator, runtime: FakeRuntime
+) -> None:
+    """Their memory would be given to what is captured next, which nothing orders after the collective."""
+    side = runtime.new_stream(-1)
+    runtime.use_stream(side)
+    capture = threading.Event()  # anything will do
+    group_set.capture_began(capture)
+    runtime.is_capturing = True
+    tensor = torch.ones(4)
+    alive = weakref.ref(tensor)
+    issue(comm, tensor)
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    runtime.is_capturing = False
+    group_set.capture_ended(capture)
+    gc.collect()
+    assert alive() is None
+    runtime.use_stream(None)
