@@ -133,3 +133,52 @@ def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
     gc.collect()
     assert alive() is None
     runtime.use_stream(None)
+
+
+def test_a_barrier_asks_nothing_while_a_capture_begins(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    """A drain does not wait for it, and the mark that a capture is under way may come just after it has looked."""
+    gate = threading.Event()
+    side = runtime.new_stream(-1)
+    side.put(gate.wait)
+    runtime.use_stream(side)
+    fence = comm.fence(10.0)
+    runtime.use_stream(None)
+    asked: list[int] = []
+    real = runtime.event_done
+
+    def ask(event: int) -> bool:
+        asked.append(event)
+        return real(event)
+
+    runtime.event_done = ask  # type: ignore[method-assign]
+    with group_set.polling:  # as a capture that begins
+        waiting = threading.Thread(target=fence)
+        waiting.start()
+        waiting.join(0.1)
+        assert asked == []
+    gate.set()
+    waiting.join(30)
+    assert asked
+
+
+def test_a_future_that_is_asked_for_as_the_operation_ends(comm: NCCLCommunicator) -> None:
+    work = issue(comm, torch.ones(4))
+    first = work.get_future()
+    completion = work.completion
+    held = completion._future
+
+    class Ending:
+        """The operation ends between the look at its future and the use of it."""
+
+        looks = 0
+
+        def __get__(self, _completion: object, _kind: type | None = None) -> Any:
+            self.looks += 1
+            return held if self.looks == 1 else None
+
+        def __set__(self, _completion: object, _value: object) -> None:
+            pass
+
+    kind = type("Racing", (type(completion),), {"_future": Ending()})
+    completion.__class__ = kind
+    assert completion.future([]) is first
