@@ -31,6 +31,7 @@ class Stream(Protocol):
     index: int
     raw: int
     events: list[int]
+    failed: list[object]
 
     def check(self) -> None:
         """Raise what NCCL has found wrong since."""
@@ -96,18 +97,17 @@ class StreamCompletion(Completion):
     def capture(self) -> None:
         """Note that a CUDA graph takes it, here and in the flight recorder."""
         self.captured = True
-        progress = self.progress
         group_set.keep_while_capturing(self)
+        progress = self.progress
         while progress is not None:
             progress.captured = True
             progress = progress.also
 
     def fail(self, exception: BaseException) -> None:
         """Let everyone who waits raise ``exception``; its tensors stay, since the device may not be through with it."""
-        keep = self._keep
         if not self.completed:
+            self._stream.failed.append(self._keep)
             self.finish(exception)
-            self._keep = keep
 
     def poll(self) -> bool:
         """Say whether the device is through with it; False while a capture forbids to ask."""
@@ -166,7 +166,7 @@ class StreamCompletion(Completion):
             try:
                 self._stream.check()
             except InflightError as error:
-                self.finish(error)
+                self.fail(error)  # the kernel runs on until an abort
                 return
             if monotonic() >= deadline:
                 raise self.timed_out(seconds)

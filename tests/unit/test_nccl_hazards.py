@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
+from datetime import timedelta
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,13 @@ import torch
 from hpc_inflight import _cupy, group_set
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
+from hpc_inflight.errors import (
+    CommunicatorAborted,
+    DrainTimeout,
+    GroupDestroyedError,
+    NCCLError,
+)
+from hpc_inflight.testing import wait_until
 from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 if TYPE_CHECKING:
@@ -45,7 +53,208 @@ def issue(comm: NCCLCommunicator, *tensors: torch.Tensor) -> Any:
     return comm.enqueue("all_reduce", [comm.all_reduce(t, SUM) for t in tensors], tensors, 10.0)
 
 
+# aborts ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_an_abort_ends_has_failed(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    """NCCL's abort ends the kernel, and with it the event: whoever polls then must not take that for a result."""
+    gate = threading.Event()
+    comm._stream._stream.put(gate.wait)
+    work = issue(comm, torch.ones(4))
+
+    def end(name: str) -> None:
+        if name == "abort":
+            gate.set()
+            wait_until(lambda: runtime.event_done(work.completion.event))
+            work.is_completed()
+
+    runtime.fail = end
+    comm.abort()
+    with pytest.raises(CommunicatorAborted, match="group g was aborted"):
+        work.wait(timedelta(seconds=5))
+
+
+def test_what_was_pending_when_a_group_was_destroyed_has_failed(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    gate = threading.Event()
+    comm._stream._stream.put(gate.wait)
+    work = issue(comm, torch.ones(4))
+    with pytest.raises(DrainTimeout, match="destroying group g"):
+        comm.shutdown(0.05)
+    gate.set()
+    wait_until(lambda: runtime.event_done(work.completion.event))
+    with pytest.raises(GroupDestroyedError, match="group g was destroyed"):
+        work.wait(timedelta(seconds=5))
+
+
+def test_tensors_stay_while_an_abort_hangs(
+    comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hpc_inflight.communicators.nccl._END_S", 0.1)
+    gate = threading.Event()
+    comm._stream._stream.put(gate.wait)
+    tensor = torch.ones(4)
+    alive = weakref.ref(tensor)
+    issue(comm, tensor)
+    runtime.fail = lambda name: gate.wait() if name == "abort" else None  # type: ignore[assignment]
+    comm.abort()
+    del tensor
+    comm.pending_works()  # as the watchdog asks for, twice a second
+    gc.collect()
+    assert alive() is not None
+    gate.set()
+
+
+def test_tensors_stay_when_nccl_reports_an_error(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    """An error of the network is no end of the kernel, which goes on reading and writing until it is aborted."""
+    gate = threading.Event()
+    comm._stream._stream.put(gate.wait)
+    tensor = torch.ones(4)
+    alive = weakref.ref(tensor)
+    work = issue(comm, tensor)
+    del tensor
+
+    def fail(name: str) -> None:
+        if name == "check":
+            raise NCCLError("an operation in flight: NCCL status 6")
+
+    runtime.fail = fail
+    with pytest.raises(NCCLError, match="status 6"):
+        work.wait(timedelta(seconds=5))
+    del work
+    comm.pending_works()
+    gc.collect()
+    assert alive() is not None
+    comm.shutdown(5.0)
+    assert [how for how, _ in runtime.destroyed] == ["abort"]  # NCCL would wait for the kernel to end
+    gate.set()
+
+
+def test_an_end_that_fails_is_said_and_ends_no_thread(
+    comm: NCCLCommunicator,
+    runtime: FakeRuntime,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a job an exception that leaves a thread ends the job."""
+    lost: list[Any] = []
+    monkeypatch.setattr(threading, "excepthook", lost.append)
+
+    def fail(name: str) -> None:
+        if name == "destroy":
+            raise NCCLError("NCCL status 6")
+
+    runtime.fail = fail
+    comm.shutdown(5.0)
+    assert lost == []
+    assert "group g: NCCL failed to end a communicator: NCCL status 6" in caplog.text
+
+
 # launches and ends ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_what_waits_for_its_turn_while_the_group_is_destroyed_touches_nothing(
+    runtime: FakeRuntime, synchronous: bool
+) -> None:
+    """It has passed the check for a destroyed group; the events and the communicator may be another's by now."""
+    comm = NCCLCommunicator(ALONE, 0, "g", -1, 10.0)
+    caught: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            if synchronous:
+                comm.run_now([comm.all_reduce(torch.ones(4), SUM)])
+            else:
+                issue(comm, torch.ones(4))
+        except GroupDestroyedError as error:
+            caught.append(error)
+
+    drained, may_open = threading.Event(), threading.Event()
+
+    def drain() -> None:
+        group_set.gate.close()
+        drained.set()
+        may_open.wait(30)
+        group_set.gate.open()
+
+    drainer = threading.Thread(target=drain)
+    drainer.start()
+    assert drained.wait(30)
+    lock = comm._stream.lock
+    if synchronous:
+        lock.acquire()
+    issuer = threading.Thread(target=launch)
+    issuer.start()
+    issuer.join(0.2)
+    assert issuer.is_alive()
+    if synchronous:
+        ending = threading.Thread(target=comm.shutdown, args=(5.0,))
+        ending.start()
+        wait_until(lambda: comm._unusable is not None)
+        lock.release()
+        ending.join(30)
+    else:
+        comm.shutdown(5.0)
+    runtime.log.clear()
+    may_open.set()
+    issuer.join(30)
+    drainer.join(30)
+    assert len(caught) == 1
+    assert runtime.log == []
+
+
+def test_nccl_is_not_ended_under_a_launch(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    inside, go_on, order = threading.Event(), threading.Event(), []
+
+    def hold(name: str) -> None:
+        if name == "all_reduce":
+            inside.set()
+            go_on.wait(30)
+            order.append("launched")
+        elif name in {"abort", "destroy"}:
+            order.append("ended")
+
+    runtime.fail = hold
+    issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
+    issuer.start()
+    assert inside.wait(30)
+    threading.Timer(0.2, go_on.set).start()
+    comm.abort()
+    issuer.join(30)
+    assert order == ["launched", "ended"]
+
+
+def test_an_abort_does_not_wait_for_a_launch_that_blocks(
+    comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NCCL blocks a first use until the other ranks come, and only an abort ends that."""
+    monkeypatch.setattr("hpc_inflight.communicators.nccl._LAUNCH_S", 0.1)
+    inside, aborted = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "all_reduce":
+            inside.set()
+            aborted.wait(30)
+            raise NCCLError("NCCL status 6")
+        if name == "abort":
+            aborted.set()
+
+    runtime.fail = hold
+    caught: list[BaseException] = []
+
+    def launch() -> None:
+        try:
+            issue(comm, torch.ones(4))
+        except CommunicatorAborted as error:
+            caught.append(error)
+
+    issuer = threading.Thread(target=launch)
+    issuer.start()
+    assert inside.wait(30)
+    comm.abort()
+    issuer.join(30)
+    assert aborted.is_set()
+    assert len(caught) == 1
 
 
 def test_nothing_is_asked_of_a_communicator_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
