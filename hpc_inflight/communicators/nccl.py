@@ -333,7 +333,7 @@ class NCCLCommunicator(Mover):
     def _new_pair(self, key: tuple[int, int]) -> Pair | Loopback:
         src, dst = key
         if src == dst:
-            return Loopback(self._new_stream(self._nccl), f"rank {src} to issue the other end")
+            return Loopback(self._new_stream(self._nccl, in_order=False), f"rank {src} to issue the other end")
         what = f"NCCL for messages from rank {src} to {dst} of group {self.name}"
 
         def meet() -> Any:

@@ -19,6 +19,7 @@ from hpc_inflight.errors import (
     CommunicatorAborted,
     DrainTimeout,
     GroupDestroyedError,
+    InvalidArgumentError,
     NCCLError,
 )
 from hpc_inflight.testing import wait_until
@@ -285,6 +286,29 @@ def test_nothing_is_asked_of_a_communicator_that_ends(monkeypatch: pytest.Monkey
     made[0].abort(handle)
     made[0].check(handle)
     assert asked == ["check"]
+
+
+# messages to oneself --------------------------------------------------------------------------------------------
+
+
+def test_a_message_that_is_complete_does_not_speak_for_one_that_has_no_other_end(comm: NCCLCommunicator) -> None:
+    into = [torch.zeros(1) for _ in range(20)]
+    received = [comm.recv(tensor, 0, 0, 5.0) for tensor in into]
+    for i in range(20):
+        comm.send(torch.full((1,), i + 1.0), 0, 0, 5.0).completion.block(5.0)
+        assert not any(work.completion.completed for work in received[i + 1 :]), i
+    for work in received:
+        work.wait()
+    assert [t.item() for t in into] == [i + 1.0 for i in range(20)]
+
+
+def test_the_two_ends_of_a_message_to_oneself_have_one_size(comm: NCCLCommunicator) -> None:
+    received = comm.recv(torch.zeros(6), 0, 0, 5.0)
+    with pytest.raises(InvalidArgumentError, match=r"send of 16 bytes to this rank itself .* meets a receive of 24"):
+        comm.send(torch.ones(4), 0, 0, 5.0)
+    with pytest.raises(InvalidArgumentError, match="send of 16 bytes"):
+        received.wait()
+    assert comm.pending_works() == []
 
 
 # shared memory --------------------------------------------------------------------------------------------------
