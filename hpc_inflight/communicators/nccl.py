@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 OWN_TAGS = 2 * TAGS  # that the group's MPI communicator keeps for this module
 _END_S = 10.0  # for NCCL to destroy or abort a communicator
 _LAUNCH_S = 1.0  # for a launch to return that is under way then; it takes longer where NCCL waits for other ranks
+_NO_STREAM = -1
 _DONE = DoneWork()
 _left_behind: list[list[Stream]] = []
 _log = logging.getLogger(__name__)
@@ -117,6 +118,7 @@ class NCCLCommunicator(Mover):
         self._block_thread = 0
         self._block_outputs: list[torch.Tensor] = []
         self._block_inputs: list[torch.Tensor] = []
+        self._block_streams: set[int] = set()
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
             self._here = self._stream.own_event()  # behind the last synchronous operation
@@ -233,6 +235,7 @@ class NCCLCommunicator(Mover):
         """Collect what this thread issues from here on, for one NCCL group; `end_block` launches it."""
         self._block_thread = threading.get_ident()
         self._block, self._block_work, self._block_outputs, self._block_inputs = [], None, [], []
+        self._block_streams = set()
 
     def _collect(
         self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
@@ -241,7 +244,9 @@ class NCCLCommunicator(Mover):
             self.seq = next(self._numbers)
             stream, until = self._stream, "its block of coalesced calls ends"
             fields = "coalesced", self.name, self.seq, self._timeout_s, stream, 0, None
-            self._block_work = LateCompletion(*fields, until=until, blocks=False)
+            with self.runtime.on_device(self._index):  # it may make an event
+                self._block_work = LateCompletion(*fields, until=until, blocks=False)
+        self._block_streams.add(self._current_stream(self._index))  # where its inputs and temporaries are made
         assert self._block is not None  # noqa: S101  # for mypy: the caller has looked
         self._block += operations
         self._block_outputs += outputs
@@ -258,8 +263,12 @@ class NCCLCommunicator(Mover):
         with self.runtime.on_device(self._index):
             self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
-            late.hold(keep, caller)
+            others = self._block_streams - {caller}
+            # no one stream's wait makes the memory of several streams safe
+            late.hold(keep, _NO_STREAM if others else caller)
             try:
+                if others:
+                    self._stream.follow(others)
                 self._launch(late, operations, caller)
             except Exception as error:
                 late.finish(error)

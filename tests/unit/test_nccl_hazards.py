@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
 from datetime import timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -346,6 +348,47 @@ def test_a_scatter_into_one_of_its_inputs(comm: NCCLCommunicator, monkeypatch: p
 # devices, captures, blocks --------------------------------------------------------------------------------------
 
 
+class Devices(FakeRuntime):
+    """Knows which device is the current one where an event is made; 5 is the caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.current = 5
+        self.made_on: list[int] = []
+
+    def current_device(self) -> int:
+        return self.current
+
+    def event_create(self) -> int:
+        self.made_on.append(self.current)
+        return super().event_create()
+
+    @contextlib.contextmanager
+    def on_device(self, index: int) -> Iterator[None]:
+        before, self.current = self.current, index
+        yield
+        self.current = before
+
+
+def test_events_are_made_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA refuses to record an event on a stream of another device."""
+    runtime = Devices()
+    monkeypatch.setattr(_cupy, "_runtime", runtime)
+    comm = NCCLCommunicator(ALONE, 0, "g", -1, 10.0)
+    issue(comm, torch.ones(4)).wait()
+    comm.run_now([comm.all_reduce(torch.ones(4), SUM)])
+    comm.send(torch.ones(1), 0, 0, 5.0)
+    comm.recv(torch.ones(1), 0, 0, 5.0).wait()
+    comm.fence(5.0)()
+    comm.begin_block()
+    runtime.events[-1].clear()
+    issue(comm, torch.ones(4))
+    comm.end_block()
+    assert set(runtime.made_on) == {-1}
+    assert runtime.current == 5
+    comm.shutdown(5.0)
+
+
 def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
     comm: NCCLCommunicator, runtime: FakeRuntime
 ) -> None:
@@ -392,6 +435,32 @@ def test_a_barrier_asks_nothing_while_a_capture_begins(comm: NCCLCommunicator, r
     gate.set()
     waiting.join(30)
     assert asked
+
+
+def test_a_block_is_ordered_after_every_stream_that_issued_in_it(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    one, two = runtime.new_stream(-1), runtime.new_stream(-1)
+    gate = threading.Event()
+    tensors = [torch.zeros(4), torch.zeros(4)]
+    comm.begin_block()
+    for stream, tensor in zip((one, two), tensors, strict=True):
+        runtime.use_stream(stream)
+        stream.put(gate.wait)
+        stream.put(partial(tensor.fill_, 1.0))
+        issue(comm, tensor)
+    alive = weakref.ref(tensors[0])
+    runtime.use_stream(two)
+    work = comm.end_block()
+    assert work is not None
+    waits = {entry[2] for entry in runtime.log if entry[0] == "wait"}
+    recorded = {entry[2] for entry in runtime.log if entry[0] == "record" and entry[1] in waits}
+    assert {one.handle, two.handle} <= recorded
+    work.wait()  # on one of the two: the other's memory is not its own
+    del tensors, work, tensor
+    gc.collect()
+    assert alive() is not None
+    runtime.use_stream(None)
+    gate.set()
+    wait_until(lambda: comm.pending_works() == [])
 
 
 def test_a_future_that_is_asked_for_as_the_operation_ends(comm: NCCLCommunicator) -> None:
