@@ -155,32 +155,42 @@ class Runtime:
 
     def destroy(self, communicator: Any) -> None:
         """Destroy a communicator on which nothing is left to do, once; may block."""
-        communicator.destroy()
-        self._let_go(communicator)
+        if self._take(communicator):
+            communicator.destroy()
+            self._let_go(communicator)
 
     def abort(self, communicator: Any) -> None:
         """Destroy a communicator with what runs on it, once; may block."""
-        communicator.abort()
-        self._let_go(communicator)
+        if self._take(communicator):
+            communicator.abort()
+            self._let_go(communicator)
 
-    def _let_go(self, communicator: Any) -> None:
-        # a second time would take a reference that belongs to someone else
+    def _take(self, communicator: Any) -> bool:
+        """Say whether it is the caller who ends it: nobody asks it anything, or ends it again, from here on."""
         with _lock:
             if id(communicator) not in self._kept:
-                return
+                return False
             self._kept.remove(id(communicator))
+            return True
+
+    @staticmethod
+    def _let_go(communicator: Any) -> None:
+        # once: a second time would take a reference that belongs to someone else
         ctypes.pythonapi.Py_DecRef(ctypes.py_object(communicator))
 
     def check(self, communicator: Any) -> None:
-        """Ask NCCL whether anything has failed on a communicator.
+        """Ask NCCL whether anything has failed on a communicator; one that ends is not asked.
 
         Raises:
             NCCLError: It has.
         """
-        try:
-            communicator.check_async_error()
-        except Exception as error:  # noqa: BLE001  # CuPy raises KeyError for what it does not know
-            raise_nccl_error("an operation in flight", error)
+        with _lock:  # NCCL frees it in a thread of its own, before CuPy forgets its address
+            if id(communicator) not in self._kept:
+                return
+            try:
+                communicator.check_async_error()
+            except Exception as error:  # noqa: BLE001  # CuPy raises KeyError for what it does not know
+                raise_nccl_error("an operation in flight", error)
 
 
 def raise_nccl_error(what: str, error: BaseException) -> NoReturn:

@@ -170,6 +170,7 @@ gate = Gate()
 # held by whoever asks CUDA about events, and while a capture begins: an event query kills a capture in global mode
 polling = threading.RLock()
 _captures: dict[int, weakref.ref[Any]] = {}
+_captured: list[object] = []
 
 
 def capturing() -> bool:
@@ -180,12 +181,24 @@ def capturing() -> bool:
 def capture_began(capture: object) -> None:
     """Note that a capture begins; if the object goes, it has ended."""
     key = id(capture)
-    _captures[key] = weakref.ref(capture, lambda _: _captures.pop(key, None))
+    _captures[key] = weakref.ref(capture, lambda _: _ended(key))
 
 
 def capture_ended(capture: object) -> None:
     """Note that a capture has ended, well or not; nothing happens when it had not begun."""
-    _captures.pop(id(capture), None)
+    _ended(id(capture))
+
+
+def _ended(key: int) -> None:
+    _captures.pop(key, None)
+    if not _captures:
+        _captured.clear()
+
+
+def keep_while_capturing(thing: object) -> None:
+    """Keep what a graph has taken until no capture is under way: memory that is freed goes to what is captured next."""
+    if _captures:
+        _captured.append(thing)
 
 
 def wait_for_all_pending_works(timeout_s: float) -> None:

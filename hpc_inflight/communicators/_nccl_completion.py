@@ -31,6 +31,7 @@ class Stream(Protocol):
     index: int
     raw: int
     events: list[int]
+    failed: list[object]
 
     def check(self) -> None:
         """Raise what NCCL has found wrong since."""
@@ -96,6 +97,7 @@ class StreamCompletion(Completion):
     def capture(self) -> None:
         """Note that a CUDA graph takes it, here and in the flight recorder."""
         self.captured = True
+        group_set.keep_while_capturing(self)
         progress = self.progress
         while progress is not None:
             progress.captured = True
@@ -103,10 +105,9 @@ class StreamCompletion(Completion):
 
     def fail(self, exception: BaseException) -> None:
         """Let everyone who waits raise ``exception``; its tensors stay, since the device may not be through with it."""
-        keep = self._keep
         if not self.completed:
+            self._stream.failed.append(self._keep)
             self.finish(exception)
-            self._keep = keep
 
     def poll(self) -> bool:
         """Say whether the device is through with it; False while a capture forbids to ask."""
@@ -145,6 +146,15 @@ class StreamCompletion(Completion):
         if current == self._issuer:
             self._keep = None
 
+    def _poll_apart(self) -> bool:
+        """Poll, unless a capture is just beginning: a drain need not have waited for this one, as for a barrier's."""
+        if not group_set.polling.acquire(blocking=False):
+            return self.completed
+        try:
+            return self.poll()
+        finally:
+            group_set.polling.release()
+
     def block(self, seconds: float) -> None:
         """Block the host until it is complete; what NCCL finds wrong meanwhile ends it, too.
 
@@ -152,11 +162,11 @@ class StreamCompletion(Completion):
             CollectiveTimeout: It is not within ``seconds``.
         """
         deadline = monotonic() + seconds
-        while not poll(self.poll, max(0.0, min(_CHECK_S, deadline - monotonic()))):
+        while not poll(self._poll_apart, max(0.0, min(_CHECK_S, deadline - monotonic()))):
             try:
                 self._stream.check()
             except InflightError as error:
-                self.finish(error)
+                self.fail(error)  # the kernel runs on until an abort
                 return
             if monotonic() >= deadline:
                 raise self.timed_out(seconds)
@@ -164,8 +174,9 @@ class StreamCompletion(Completion):
     def future(self, outputs: list[torch.Tensor]) -> torch.futures.Future[Any]:
         """Return a future that is complete at once for the host; its ``wait`` and ``then`` order their streams."""
         with _future_lock:
-            if self._future is not None:
-                return self._future[0]
+            attached = self._future  # once: whoever polls may end it meanwhile
+            if attached is not None:
+                return attached[0]
             future = self._stream.runtime.future(self._stream.index)
             if not self.completed:
                 self._future = future, outputs

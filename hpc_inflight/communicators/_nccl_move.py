@@ -213,13 +213,24 @@ class Mover(Reducer):
     def _exchange(self, sends: Mapping[int, torch.Tensor], receives: Mapping[int, torch.Tensor]) -> Launch:
         """Send each rank its tensor and receive each rank's; they may share memory."""
         landing = {peer: layout.target(tensor) for peer, tensor in receives.items()}
-        leaving = {peer: _apart(tensor, receives) for peer, tensor in sends.items()}
+        leaving = {peer: self._apart(peer, tensor, receives) for peer, tensor in sends.items()}
         return self._exchange_parts(
             [(peer, t.data_ptr(), t.nbytes) for peer, t in leaving.items()],
             [(peer, t.data_ptr(), t.nbytes) for peer, t in landing.items()],
             _delivery(list(landing.values()), list(receives.values())),
             (landing, leaving),
         )
+
+    def _apart(self, to: int, tensor: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        """Return the tensor, or a copy where something that is received would be written over it."""
+        source = layout.source(tensor)
+        if source is tensor and any(
+            layout.touch(tensor, other)
+            for peer, other in receives.items()
+            if not (other is tensor and peer == to == self.rank)  # what stays in place
+        ):
+            return layout.flatten([tensor])
+        return source
 
     def _exchange_parts(
         self, sends: Sequence[Part], receives: Sequence[Part], after: After, keep: object, *, to_self: bool = False
@@ -255,14 +266,6 @@ def _parts(address: int, counts: Sequence[int], width: int) -> list[Part]:
         parts.append((peer, address, nbytes))
         address += nbytes
     return parts
-
-
-def _apart(tensor: torch.Tensor, receives: Mapping[int, torch.Tensor]) -> torch.Tensor:
-    """Return the tensor, or a copy where something that is received would be written over it."""
-    source = layout.source(tensor)
-    if source is tensor and any(layout.touch(tensor, other) for other in receives.values() if other is not tensor):
-        return layout.flatten([tensor])
-    return source
 
 
 def _delivery(landing: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> After:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
 from hpc_inflight.dtypes import NCCL_UINT8
-from hpc_inflight.errors import CaptureError, InflightError, NCCLError
+from hpc_inflight.errors import CaptureError, InflightError, InvalidArgumentError, NCCLError
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -103,7 +103,8 @@ class Pair:
                 raise self._failure.with_traceback(None)
             if self._queue is None:
                 completion = message.completion(self.stream)
-                completion.captured = captured
+                if captured:
+                    completion.capture()
                 launched = self.stream.launch(completion, [self._launch(message)], message.caller)
                 return completion if launched else None
             if captured:
@@ -189,7 +190,7 @@ class Loopback:
         """Copy, if the other end was issued before, or have it copied then; None as of `Pair.issue`.
 
         Raises:
-            InflightError: The two ends differ in size.
+            InvalidArgumentError: The two ends differ in size.
             CaptureError: ``captured`` says that a graph takes the message.
         """
         if captured:
@@ -211,14 +212,27 @@ class Loopback:
 
             def copy(raw: int) -> Callable[[], None] | None:
                 runtime.stream_wait(raw, before)
-                nbytes = min(sent.nbytes, received.nbytes)
-                if nbytes:
-                    runtime.copy(received.address, sent.address, nbytes, raw)
+                if sent.nbytes:
+                    runtime.copy(received.address, sent.address, sent.nbytes, raw)
                 return received.after
 
-            stream.launch_behind(late, [copy], event)
-            runtime.event_record(first.event, stream.raw)
+            failure: Exception | None = None
+            try:
+                if sent.nbytes != received.nbytes:
+                    msg = (
+                        f"{message.op}: a send of {sent.nbytes} bytes to this rank itself on group {message.group} "
+                        f"meets a receive of {received.nbytes}; give both ends one size"
+                    )
+                    raise InvalidArgumentError(msg)  # noqa: TRY301  # both ends are told, as of whatever fails
+                stream.launch_behind(late, [copy], event)
+                runtime.event_record(first.event, stream.raw)
+            except Exception as error:  # noqa: BLE001  # as above
+                failure = error
             stream.events += [event, before]
+        if failure is not None:  # callbacks run in here, and may issue: not under the lock
+            first.finish(failure)
+            late.finish(failure)
+            raise failure
         first.launched()
         late.launched()
         return late

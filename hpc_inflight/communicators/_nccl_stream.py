@@ -5,13 +5,13 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from hpc_inflight import group_set
 from hpc_inflight._cupy import raise_nccl_error
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable, Iterable, Sequence
 
     import torch
 
@@ -35,20 +35,26 @@ class Stream:
         events: The device's pool of unused events.
         lock: Held from the event that orders a launch after its caller to the one that marks its end.
         pending: Oldest first.
+        failed: Tensors of what was given up, with which the device may not be through before its communicator ends.
+        in_order: What is complete speaks for all that is pending before it.
         look_at: How many of those there have to be before they are looked at again.
     """
 
-    def __init__(self, runtime: Runtime, index: int, check: Callable[[], None]) -> None:
+    def __init__(self, runtime: Runtime, index: int, check: Callable[[], None], *, in_order: bool = True) -> None:
+        self._own: list[int] = []
+        self.events = runtime.events.setdefault(index, [])
         self.runtime = runtime
         self.index = index
         self.check = check
-        self.events = runtime.events.setdefault(index, [])
+        self.in_order = in_order
         self.lock = threading.Lock()
         self.pending: deque[StreamCompletion] = deque()
+        self.failed: list[object] = []
         self._stream = runtime.new_stream(index)
         self.raw = runtime.raw_stream(self._stream)
         self._futures: Any = None  # a stream for completing futures, which orders them after their event and no other
-        self._start = self.new_event()
+        self._start = self.own_event()
+        self._refuse: Callable[..., NoReturn] | None = None
         self.look_at = _SOON
         self._record, self._wait = runtime.event_record, runtime.stream_wait
 
@@ -58,6 +64,22 @@ class Stream:
             return self.events.pop()
         except IndexError:
             return self.runtime.event_create()
+
+    def own_event(self) -> int:
+        """Take an event for as long as this object lives: a launch that comes too late must not touch another's."""
+        event = self.new_event()
+        self._own.append(event)
+        return event
+
+    def __del__(self) -> None:
+        self.events += self._own
+
+    def follow(self, streams: Iterable[int]) -> None:
+        """Order what is launched next after what these streams have so far."""
+        with self.lock:
+            for stream in streams:
+                self._record(self._start, stream)
+                self._wait(self.raw, self._start)
 
     def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> bool:
         """Launch operations behind what the stream ``caller`` has so far; with the device current.
@@ -95,6 +117,8 @@ class Stream:
     def enter(self, completion: StreamCompletion) -> bool:
         """Keep a completion that is launched later, with `launch_behind`; False if the gate is closed."""
         with self.lock:
+            if self._refuse is not None:
+                self._refuse()
             if _gate.closed and not _gate.is_mine():
                 return False
             self.pending.append(completion)
@@ -139,12 +163,15 @@ class Stream:
         Events of one stream complete in order, so one that is complete speaks for all before it.
         """
         pending = self.pending
-        with self.lock:
-            for place in (len(pending) - 1, len(pending) // 2, 0):
-                if pending and pending[place].poll() and (not place or pending[place].exception is None):
-                    for _ in range(place + 1):
-                        pending.popleft().finish()
-                    break
+        if self.in_order:
+            with self.lock:
+                for place in (len(pending) - 1, len(pending) // 2, 0):
+                    if pending and pending[place].poll() and (not place or pending[place].exception is None):
+                        for _ in range(place + 1):
+                            pending.popleft().finish()
+                        break
+        else:
+            self.retire()
         while len(pending) >= limit:
             with contextlib.suppress(IndexError):  # another thread dropped it
                 pending[0].block(timeout_s)
@@ -157,13 +184,26 @@ class Stream:
         with runtime.on_device(self.index), self.lock:
             if self._futures is None:
                 self._futures = runtime.new_stream(self.index)
-            self._wait(runtime.raw_stream(self._futures), event)
+            runtime.stream_wait(runtime.raw_stream(self._futures), event)
         # callbacks run in here, and may issue: not under the lock
         runtime.run_on(self._futures, lambda: future.set_result(outputs))
 
-    def close(self) -> None:
-        """Give the stream's own event back; nothing is launched any more."""
-        self.events.append(self._start)
+    def refuse(self, error: Exception, timeout_s: float) -> bool:
+        """Refuse to launch anything from here on, and wait for a launch that is under way.
+
+        Returns:
+            False if that one has not returned in time: NCCL may block it until other ranks come, or an abort does.
+        """
+
+        def refuse(*_: object) -> NoReturn:
+            raise type(error)(str(error))
+
+        there = self.lock.acquire(timeout=timeout_s)
+        # in place of what a launch begins and ends with, which so need not look
+        self._refuse = self._record = self._wait = refuse
+        if there:
+            self.lock.release()
+        return there
 
 
 def launch_group(runtime: Runtime, operations: Sequence[Launch], raw: int) -> list[Callable[[], None]]:

@@ -45,6 +45,8 @@ if TYPE_CHECKING:
 
 OWN_TAGS = 2 * TAGS  # that the group's MPI communicator keeps for this module
 _END_S = 10.0  # for NCCL to destroy or abort a communicator
+_LAUNCH_S = 1.0  # for a launch to return that is under way then; it takes longer where NCCL waits for other ranks
+_NO_STREAM = -1
 _DONE = DoneWork()
 _left_behind: list[list[Stream]] = []
 _log = logging.getLogger(__name__)
@@ -116,20 +118,19 @@ class NCCLCommunicator(Mover):
         self._block_thread = 0
         self._block_outputs: list[torch.Tensor] = []
         self._block_inputs: list[torch.Tensor] = []
+        self._block_streams: set[int] = set()
         with self.runtime.on_device(index):
             self._stream = self._new_stream(nccl)
-            self._here = self._stream.new_event()  # behind the last synchronous operation
+            self._here = self._stream.own_event()  # behind the last synchronous operation
             self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
 
-    def _new_stream(self, nccl: Any) -> Stream:
-        return Stream(self.runtime, self._index, functools.partial(self.runtime.check, nccl))
+    def _new_stream(self, nccl: Any, *, in_order: bool = True) -> Stream:
+        return Stream(self.runtime, self._index, functools.partial(self.runtime.check, nccl), in_order=in_order)
 
     # issuing ------------------------------------------------------------------------------------------------
 
     def run_now(self, operations: Sequence[Launch]) -> DoneWork:
         """Launch operations on the current stream; see `Communicator.run_now`."""
-        if self._unusable:
-            self._refuse()
         if self._stream.pending and self._capturing():
             self._check_capture("a synchronous collective")
         index = self._index
@@ -143,8 +144,15 @@ class NCCLCommunicator(Mover):
         return _DONE
 
     def _run_here(self, operations: Sequence[Launch], caller: int) -> None:
+        if self._unusable:  # asked under the lock: what ends a communicator takes it in between
+            self._refuse()
         self.seq = seq = next(self._numbers)
-        run_here(self.runtime, operations, caller)
+        try:
+            run_here(self.runtime, operations, caller)
+        except NCCLError:
+            if self._unusable:  # an abort ended it
+                self._refuse()
+            raise
         if self.size > 1 and not (caller and self._capturing()):  # alone nobody waits for anybody
             self._record(self._here, caller)
             self._left = seq
@@ -227,6 +235,7 @@ class NCCLCommunicator(Mover):
         """Collect what this thread issues from here on, for one NCCL group; `end_block` launches it."""
         self._block_thread = threading.get_ident()
         self._block, self._block_work, self._block_outputs, self._block_inputs = [], None, [], []
+        self._block_streams = set()
 
     def _collect(
         self, operations: Sequence[Launch], outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor] | None
@@ -235,7 +244,9 @@ class NCCLCommunicator(Mover):
             self.seq = next(self._numbers)
             stream, until = self._stream, "its block of coalesced calls ends"
             fields = "coalesced", self.name, self.seq, self._timeout_s, stream, 0, None
-            self._block_work = LateCompletion(*fields, until=until, blocks=False)
+            with self.runtime.on_device(self._index):  # it may make an event
+                self._block_work = LateCompletion(*fields, until=until, blocks=False)
+        self._block_streams.add(self._current_stream(self._index))  # where its inputs and temporaries are made
         assert self._block is not None  # noqa: S101  # for mypy: the caller has looked
         self._block += operations
         self._block_outputs += outputs
@@ -252,8 +263,12 @@ class NCCLCommunicator(Mover):
         with self.runtime.on_device(self._index):
             self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
-            late.hold(keep, caller)
+            others = self._block_streams - {caller}
+            # no one stream's wait makes the memory of several streams safe
+            late.hold(keep, _NO_STREAM if others else caller)
             try:
+                if others:
+                    self._stream.follow(others)
                 self._launch(late, operations, caller)
             except Exception as error:
                 late.finish(error)
@@ -319,13 +334,15 @@ class NCCLCommunicator(Mover):
             with self._lock:
                 pair = self._pairs.get(key)
                 if pair is None:
+                    if self._stopping:
+                        self._refuse()
                     pair = self._pairs[key] = self._new_pair(key)
         return pair
 
     def _new_pair(self, key: tuple[int, int]) -> Pair | Loopback:
         src, dst = key
         if src == dst:
-            return Loopback(self._new_stream(self._nccl), f"rank {src} to issue the other end")
+            return Loopback(self._new_stream(self._nccl, in_order=False), f"rank {src} to issue the other end")
         what = f"NCCL for messages from rank {src} to {dst} of group {self.name}"
 
         def meet() -> Any:
@@ -400,6 +417,7 @@ class NCCLCommunicator(Mover):
                 work.block(max(0.0, deadline - time.monotonic()))
         except CollectiveTimeout as error:
             late = error
+            self._fail_pending()
         self._end(self.runtime.destroy if late is None else self.runtime.abort)
         if late is not None:
             raise DrainTimeout(f"destroying group {self.name}: {late}") from None
@@ -431,11 +449,15 @@ class NCCLCommunicator(Mover):
         """End what is running and refuse the rest; see `Communicator.abort`."""
         if self._unusable is None:
             self._unusable = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
-            streams = self._streams()
+            self._fail_pending()
             self._end(self.runtime.abort)
-            for stream in streams:
-                for completion in list(stream.pending):
-                    completion.fail(self._unusable)
+
+    def _fail_pending(self) -> None:
+        """Fail what is pending, before an abort ends it on the device, which looks like completion."""
+        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have set it
+        for stream in self._streams():
+            for completion in list(stream.pending):
+                completion.fail(self._unusable)
 
     def _end(self, how: Callable[[Any], None]) -> None:
         """Destroy or abort all communicators, once; after an abort, which another thread may be at, wait for that."""
@@ -451,15 +473,22 @@ class NCCLCommunicator(Mover):
 
     def _end_all(self, how: Callable[[Any], None]) -> None:
         """Do so in threads: NCCL may never return, and offers no deadline."""
+        assert self._unusable is not None  # noqa: S101  # for mypy: whoever ends it has said why
+        streams, deadline = self._streams(), time.monotonic() + _LAUNCH_S
+        busy = [s for s in streams if not s.refuse(self._unusable, max(0.0, deadline - time.monotonic()))]
+        if busy or any(s.failed for s in streams):
+            how = self.runtime.abort  # NCCL destroys nothing that is in use, or has failed
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
-        streams = self._streams()
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
         runtime, index = self.runtime, self._index
 
         def run(nccl: Any) -> None:
-            runtime.settle_device(index)
-            how(nccl)
+            try:
+                runtime.settle_device(index)
+                how(nccl)
+            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes; out of here it would end the job
+                _log.warning("group %s: NCCL failed to end a communicator: %s", self.name, error)
 
         # all at once: NCCL may wait for the peer of each, and the peers know them in other orders
         name = f"hpc_inflight-end-{self.name}"
@@ -481,6 +510,5 @@ class NCCLCommunicator(Mover):
             )
             _left_behind.append(streams)  # with the tensors that it may still be using
             return
-        self._stream.events.append(self._here)
         for stream in streams:
-            stream.close()
+            stream.failed.clear()

@@ -303,14 +303,14 @@ def test_nothing_slips_between_a_drain_and_what_it_is_for(
     class Lock:
         """Closes the gate just before it is taken for the first time, in another thread."""
 
-        def acquire(self, blocking: bool = True) -> bool:
+        def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
             if not stopped.is_set():
                 drain = threading.Thread(target=gate.close)
                 drain.start()
                 drain.join()
                 assert comm.is_idle()
                 stopped.set()
-            return lock.acquire(blocking)
+            return lock.acquire(blocking, timeout)
 
         release, locked, __exit__ = lock.release, lock.locked, lock.__exit__
 
