@@ -1,0 +1,87 @@
+"""``hpc-inflight bench watchdog``: what the watchdog adds to a training step."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+import typer
+from torch.nn.parallel import DistributedDataParallel
+
+import hpc_inflight as hi
+from hpc_inflight.watchdog import watchdog
+
+_LOOKS = 1000
+
+
+def watch(
+    *,
+    rounds: Annotated[int, typer.Option(min=4, help="Rounds with the watchdog and without, in turns.")] = 40,
+    seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round.")] = 1.0,
+    groups: Annotated[int, typer.Option(min=0, help="Groups to watch beside the default one.")] = 8,
+) -> None:
+    """Train with and without the watchdog in turns and print the ratio of steps; then what one of its looks takes."""
+    world = hi.init(device="cpu")
+    others = [dist.new_group(list(range(world.world_size))) for _ in range(groups)]
+    torch.manual_seed(0)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1))
+    )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    data = torch.randn(64, 256)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        model(data).square().mean().backward()
+        for group in others[:2]:
+            dist.all_reduce(torch.ones(8), group=group, async_op=True)
+        optimizer.step()
+
+    began = time.perf_counter()
+    for _ in range(20):
+        step()
+    count = torch.tensor(max(1, int(20 * seconds / (time.perf_counter() - began))))
+    dist.broadcast(count, 0)  # all ranks take as many steps
+
+    def steps_per_second() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(int(count)):
+            step()
+        dist.barrier()
+        return int(count) / (time.perf_counter() - began)
+
+    ratios, rates = [], []
+    for turn in range(rounds):
+        rate = {}
+        for watched in (True, False) if turn % 2 else (False, True):
+            (watchdog.start if watched else watchdog.stop)()
+            rate[watched] = steps_per_second()
+        ratios.append(rate[False] / rate[True] - 1)
+        rates.append(rate[True])
+    watchdog.start()
+    look = _look_s()
+    if world.rank == 0:
+        share = look / watchdog.period_s
+        typer.echo(
+            f"{world.world_size} ranks, {groups + 1} groups, {statistics.median(rates):.0f} steps per second: the "
+            f"watchdog adds {100 * statistics.median(ratios):+.2f} % to a step (medians of {rounds} turns); a look "
+            f"takes {1e6 * look:.0f} us of a processor, {100 * share:.3f} % of the time between two"
+        )
+    hi.finalize()
+
+
+def _look_s() -> float:
+    """Return the processor time of one look, with a work pending."""
+    watchdog.stop()
+    work = dist.all_reduce(torch.ones(1 << 20), async_op=True)
+    began = time.thread_time()
+    for _ in range(_LOOKS):
+        watchdog.look()
+    took = (time.thread_time() - began) / _LOOKS
+    if work is not None:
+        work.wait()
+    return took
