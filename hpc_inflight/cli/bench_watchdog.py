@@ -23,7 +23,7 @@ def watch(
     seconds: Annotated[float, typer.Option(min=0.1, help="Length of a round.")] = 1.0,
     groups: Annotated[int, typer.Option(min=0, help="Groups to watch beside the default one.")] = 8,
 ) -> None:
-    """Train with and without the watchdog in turns and print the ratio of steps; then what one of its looks takes."""
+    """Train with and without the watchdog in turns, and print how their median steps compare and what a look takes."""
     world = hi.init(device="cpu")
     others = [dist.new_group(list(range(world.world_size))) for _ in range(groups)]
     torch.manual_seed(0)
@@ -46,30 +46,32 @@ def watch(
     count = torch.tensor(max(1, int(20 * seconds / (time.perf_counter() - began))))
     dist.broadcast(count, 0)  # all ranks take as many steps
 
-    def steps_per_second() -> float:
+    def step_s() -> float:
         dist.barrier()
-        began = time.perf_counter()
+        times = []
         for _ in range(int(count)):
+            began = time.perf_counter()
             step()
+            times.append(time.perf_counter() - began)
         dist.barrier()
-        return int(count) / (time.perf_counter() - began)
+        return statistics.median(times)
 
-    ratios, rates = [], []
+    added, alone = [], []
     for turn in range(rounds):
-        rate = {}
+        took = {}
         for watched in (True, False) if turn % 2 else (False, True):
             (watchdog.start if watched else watchdog.stop)()
-            rate[watched] = steps_per_second()
-        ratios.append(rate[False] / rate[True] - 1)
-        rates.append(rate[True])
+            took[watched] = step_s()
+        added.append(100 * (took[True] / took[False] - 1))
+        alone.append(took[False])
     watchdog.start()
     look = _look_s()
     if world.rank == 0:
-        share = look / watchdog.period_s
+        low, middle, high = statistics.quantiles(added, n=4)
         typer.echo(
-            f"{world.world_size} ranks, {groups + 1} groups, {statistics.median(rates):.0f} steps per second: the "
-            f"watchdog adds {100 * statistics.median(ratios):+.2f} % to a step (medians of {rounds} turns); a look "
-            f"takes {1e6 * look:.0f} us of a processor, {100 * share:.3f} % of the time between two"
+            f"{world.world_size} ranks, {groups + 1} groups, a step of {1e3 * statistics.median(alone):.2f} ms: the "
+            f"watchdog adds {middle:+.2f} % (half of {rounds} turns: {low:+.2f} to {high:+.2f} %); a look takes "
+            f"{1e6 * look:.0f} us of a processor, {100 * look / watchdog.period_s:.3f} % of the time between two"
         )
     hi.finalize()
 
