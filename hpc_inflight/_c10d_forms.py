@@ -26,9 +26,12 @@ def is_async(opts: Any) -> bool:
 
 def reduction(opts: Any) -> Reduction:
     """Return the operator of an options object, or of the operator itself; SUM without one."""
-    if opts is None:
-        return _REDUCTIONS["SUM"]
-    op = getattr(opts, "reduceOp", opts)
+    try:
+        op = opts.reduceOp
+    except AttributeError:
+        if opts is None:
+            return _REDUCTIONS["SUM"]
+        op = opts
     known = _BY_HASH.get(hash(op))
     if known is not None:
         return known
@@ -66,6 +69,8 @@ def plain_all(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 
 def single(call: str, tensors: Any) -> Sequence[torch.Tensor]:
     """Return the one tensor of c10d's list form, or of its short form."""
+    if type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is torch.Tensor:
+        return tensors  # the frequent case
     if isinstance(tensors, torch.Tensor):
         return (plain(tensors),)
     if len(tensors) != 1:

@@ -20,7 +20,7 @@ class NCCLError(InflightError):
 
 
 class LaunchError(InflightError):
-    """The ranks that the launcher started are not the ranks that MPI sees."""
+    """No job can be started here, or the ranks that the launcher started are not the ranks that MPI sees."""
 
 
 class NotInitializedError(InflightError):

@@ -128,6 +128,33 @@ class Gate:
                 msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
                 raise DrainTimeout(msg)
 
+    def enter(
+        self,
+        lock: threading.Lock,
+        timeout_s: float,
+        op: str,
+        group: str,
+        exempt: Callable[[], bool] | None = None,
+    ) -> None:
+        """Take ``lock``, under which the caller enqueues, once no other thread drains.
+
+        Args:
+            lock: Free again when this raises.
+            timeout_s: Seconds that the drain may take.
+            op: What is to be enqueued, for the error.
+            group: The name of its group.
+            exempt: Says whether the caller is part of what a drain waits for.
+
+        Raises:
+            DrainTimeout: It did not end in time.
+        """
+        while True:
+            lock.acquire()
+            if not self.closed or self.is_mine() or (exempt is not None and exempt()):
+                return
+            lock.release()
+            self.wait(timeout_s, f"{op} on group {group}")
+
     def close(self) -> None:
         """Close it until `open`; several threads may at once."""
         with self._changed:

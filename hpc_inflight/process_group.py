@@ -102,14 +102,8 @@ class ProcessGroupInflight(Issuer):
         """Reduce one tensor over the ranks, in place."""
         (tensor,) = forms.single("all_reduce", tensors)
         comm = self._open("all_reduce", tensor)
-        return self._issue(
-            comm,
-            "all_reduce",
-            [comm.all_reduce(tensor, forms.reduction(opts))],
-            (tensor,),
-            opts,
-            timeout,
-        )
+        operations = [comm.all_reduce(tensor, forms.reduction(opts))]
+        return self._issue(comm, "all_reduce", operations, (tensor,), opts, timeout)
 
     def allreduce_coalesced(self, tensors: _Tensors, opts: Any = None) -> Any:
         """Reduce several tensors over the ranks, in place, as one work."""

@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from hpc_inflight.launch_command import clean_env
+from hpc_inflight.launch_env import clean_env
 
 VENDORS = ("Open MPI", "MPICH")
 _PROBE = "import mpi4py; mpi4py.rc.initialize = False; from mpi4py import MPI; print(MPI.get_vendor()[0])"

@@ -67,7 +67,9 @@ def _report(facts: Sequence[_info_facts.Facts], checks: Sequence[_info_checks.Ch
         }
         typer.echo(json.dumps(whole, indent=2))
     else:
-        console = Console(width=_WIDTH, highlight=False)
+        # mpirun gives its ranks a terminal also where its own output is a file, which no colours should be in
+        launched = launchers.launcher_from_env(os.environ) is not None
+        console = Console(width=_WIDTH, highlight=False, force_terminal=False if launched else None)
         for table in (_ranks_table(facts), _versions_table(facts), _checks_table(checks)):
             console.print(table)
     if failed:

@@ -10,7 +10,8 @@ from typing import Annotated
 
 import typer
 
-from hpc_inflight import launch_command
+from hpc_inflight.errors import LaunchError
+from hpc_inflight.launch_command import srun_mpi
 
 
 @dataclass(frozen=True)
@@ -135,8 +136,8 @@ def slurm(
     """
     if not mpi:
         try:
-            mpi = launch_command.srun_mpi(os.environ)
-        except launch_command.LaunchError as error:
+            mpi = srun_mpi(os.environ)
+        except LaunchError as error:
             typer.echo(f"hpc-inflight slurm: {error}", err=True)
             raise typer.Exit(code=2) from None
     script = Script(

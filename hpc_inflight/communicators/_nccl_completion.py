@@ -74,8 +74,10 @@ class StreamCompletion(Completion):
         self._stream = stream
         self._issuer = issuer
         self._keep = keep
-        events = stream.events
-        self.event: int = events.pop() if events else stream.runtime.event_create()
+        try:
+            self.event: int = stream.events.pop()
+        except IndexError:
+            self.event = stream.runtime.event_create()
 
     def __del__(self) -> None:
         self._stream.events.append(self.event)

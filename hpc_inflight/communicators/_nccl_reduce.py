@@ -90,11 +90,21 @@ class Reducer:
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Launch:
         """See `Communicator.all_reduce`."""
         plan = self._plans.get((op.name, tensor.dtype))
-        if plan is None or not plan.direct or op.factor is not None or not self._simple(tensor):
+        if (
+            plan is None
+            or not plan.direct
+            or op.factor is not None
+            # `_simple`, in this frame: the most frequent call of all
+            or tensor.get_device() != self._index
+            or tensor.layout is not _STRIDED
+            or not tensor.is_contiguous()
+            or tensor.is_neg()
+            or tensor.is_conj()
+        ):
             return self._all_reduce_with_copy(tensor, op)
-        address, count = tensor.data_ptr(), tensor.numel() * plan.width
-        if not count:
+        if not (count := tensor.numel() * plan.width):
             return nothing
+        address = tensor.data_ptr()
         return partial(self._all_reduce, address, address, count, plan.nccl_type, plan.nccl_op)
 
     def _all_reduce_with_copy(self, tensor: torch.Tensor, op: Reduction) -> Launch:

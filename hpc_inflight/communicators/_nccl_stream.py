@@ -54,7 +54,10 @@ class Stream:
 
     def new_event(self) -> int:
         """Take an event from the pool."""
-        return self.events.pop() if self.events else self.runtime.event_create()
+        try:
+            return self.events.pop()
+        except IndexError:
+            return self.runtime.event_create()
 
     def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> bool:
         """Launch operations behind what the stream ``caller`` has so far; with the device current.

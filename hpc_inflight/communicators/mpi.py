@@ -128,14 +128,8 @@ class MPICommunicator(Mover):
 
     def _begin_enqueuing(self, op: str, timeout_s: float) -> None:
         """Take the issue lock, once no other thread drains; see `group_set.Gate`."""
-        gate = group_set.gate
-        while True:
-            self._issue_lock.acquire()
-            # what a callback in the worker issues is part of the work that the drain waits for
-            if not gate.closed or gate.is_mine() or self._worker.is_current():
-                return
-            self._issue_lock.release()
-            gate.wait(timeout_s, f"{op} on group {self.name}")
+        # what a callback in the worker issues is part of the work that the drain waits for
+        group_set.gate.enter(self._issue_lock, timeout_s, op, self.name, self._worker.is_current)
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""

@@ -37,10 +37,12 @@ class Late:
     Attributes:
         device: Where the tensors of the tests are.
         rank: This rank.
-        seconds: How late the data is.
+        seconds: How late the data is: by default far longer than a call of a compiled region takes.
     """
 
-    def __init__(self, device: torch.device, rank: int, seconds: float = 0.3) -> None:
+    def __init__(self, device: torch.device, rank: int, seconds: float | None = None) -> None:
+        if seconds is None:
+            seconds = 0.3 if device.type == "cuda" else 0.1
         self.device = device
         self.rank = rank
         self.seconds = seconds

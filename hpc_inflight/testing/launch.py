@@ -14,7 +14,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hpc_inflight.launch_command import Launch, LaunchError, clean_env, plan
+from hpc_inflight.errors import LaunchError
+from hpc_inflight.launch_command import plan
+from hpc_inflight.launch_env import clean_env
+from hpc_inflight.launch_plan import Launch
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -22,8 +22,14 @@ CASES = {
     "is killed": Case(None, r"(?i)signal 9|killed"),
     "is stuck in Python": late("stuck_in_python"),
     "is stuck in another collective": late("synchronize"),
-    # NCCL compares nothing: the others wait for data that the rank does not send
-    "issues another operation": late("stuck_in_python", r"issued broadcast as seq \d+"),
+    # NCCL compares nothing: both sides wait for data that the other does not send, and either may say so first
+    "issues another operation": Case(
+        1,
+        r"hpc_inflight: rank [01]: (all_reduce|broadcast) \(seq (\d+)\) on group \w+ \(rank [01] of \d\): not complete "
+        r"after \d+\.\d s \(timeout \d s\); rank [01] issued (?!\1)(all_reduce|broadcast) as seq \2, its main thread "
+        r"is at \S*drill\.py:\d+ in synchronize",
+        (0, 1),
+    ),
     "is slow": Case(0, ""),
     "does not come to connect": Case(
         1, r"CollectiveTimeout: NCCL for group \w+: rank 1 did not come in time; all its ranks must issue", (0,)

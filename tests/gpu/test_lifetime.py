@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import textwrap
 import time
 from datetime import timedelta
@@ -97,10 +98,39 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("end", PROGRAMS)
-def test_the_process_ends(size: int, end: str, tmp_path: Path) -> None:
+def alone(size: int) -> None:
     if size > 1 or "OMPI_COMM_WORLD_SIZE" in os.environ:
         pytest.skip("starts a job of its own; run it without a launcher")
+
+
+def test_a_peer_is_gone_while_destroying(size: int, tmp_path: Path) -> None:
+    alone(size)
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent("""
+            import os, time, torch, torch.distributed as dist, hpc_inflight as hi
+            w = hi.init(timeout_s=10, eager=True)
+            t = torch.ones(1000, device=w.device)
+            dist.all_reduce(t)
+            torch.cuda.synchronize()
+            dist.barrier()
+            if w.rank == 1:
+                os._exit(3)
+            dist.all_reduce(t, async_op=True)
+            dist.destroy_process_group()
+            time.sleep(60)  # whoever is left ends with the job
+            """),
+        encoding="utf-8",
+    )
+    started = time.time()
+    result = run_ranks(2, ["-m", "mpi4py", str(program)])
+    assert result.returncode != 0
+    assert time.time() - started < 60
+
+
+@pytest.mark.parametrize("end", PROGRAMS)
+def test_the_process_ends(size: int, end: str, tmp_path: Path) -> None:
+    alone(size)
     program = tmp_path / "program.py"
     program.write_text(
         textwrap.dedent(f"""
@@ -120,5 +150,6 @@ def test_the_process_ends(size: int, end: str, tmp_path: Path) -> None:
     assert result.returncode == 0, result
     ended = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("end")]
     assert len(ended) == 2
+    sys.stdout.write(f"{end}: the job was over {time.time() - max(ended):.1f} s after its program\n")  # for -rP
     assert time.time() - max(ended) < 15
     assert started < min(ended)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpc_inflight.launch_command import clean_env
+from hpc_inflight.launch_env import clean_env
 from tests import mpis
 from tests.slurm.cluster import Cluster, ClusterError, install, running
 
@@ -44,7 +44,7 @@ class Site:
         self.cluster = cluster
         env = clean_env(os.environ) | cluster.env | {"VIRTUAL_ENV": sys.prefix, "PYTHONUNBUFFERED": "1"}
         # The nodes share this machine's cores, which no launcher can know: ranks that wait must let others run.
-        env["OMPI_MCA_mpi_yield_when_idle"] = "1"
+        env |= {"OMPI_MCA_mpi_yield_when_idle": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
         env.pop("MPI", None)
         self.env = {name: value for name, value in env.items() if not name.startswith("PYTEST_")}
         self.env["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{self.env['PATH']}"

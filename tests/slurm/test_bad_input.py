@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -10,6 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+
+from tests.slurm.cluster import NODES
 
 if TYPE_CHECKING:
     from tests.slurm.conftest import Site
@@ -71,17 +74,33 @@ def test_an_srun_without_the_plug_in_makes_way_for_the_mpi_s_own_launcher(site: 
     assert "this srun has no --mpi=pm" in job.output
 
 
-def test_a_node_without_the_package_is_named(site: Site, tmp_path: Path) -> None:
-    root = site.cluster.root
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "own-n1" / "venv")], check=True)
-    env = {"VIRTUAL_ENV": str(root / "own" / "venv"), "PYTHONPATH": sysconfig.get_path("purelib"), **libmpi()}
-    script, output = tmp_path / "job", tmp_path / "out"
-    script.write_text(f"#!/bin/sh\n{RUN_SH} python -c 'print(1)'\n")
-    job_id = site.submit("--nodes=2", "--ntasks-per-node=2", f"--output={output}", str(script), env=env)
-    job = site.wait(job_id, output)
+@pytest.mark.parametrize(
+    ("lacking", "says"),
+    [
+        pytest.param("venv", "n2 cannot run {python}: ", id="no environment"),
+        pytest.param("packages", "n2 has no mpi4py for {python}: ", id="an environment without the packages"),
+    ],
+)
+def test_a_node_without_the_package_is_named(site: Site, tmp_path: Path, lacking: str, says: str) -> None:
+    own = site.cluster.root / "own"  # on each node another folder
+    folders = {node: site.cluster.root / f"own-{node}" for node in NODES}
+    try:
+        for node, folder in folders.items():
+            if lacking != "venv" or node == "n1":
+                subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+            if lacking != "packages" or node == "n1":
+                (folder / "packages").symlink_to(sysconfig.get_path("purelib"))
+        env = {"VIRTUAL_ENV": str(own / "venv"), "PYTHONPATH": str(own / "packages"), **libmpi()}
+        script, output = tmp_path / "job", tmp_path / "out"
+        script.write_text(f"#!/bin/sh\n{RUN_SH} python -c 'print(1)'\n")
+        job_id = site.submit("--nodes=2", "--ntasks-per-node=2", f"--output={output}", str(script), env=env)
+        job = site.wait(job_id, output)
+    finally:
+        for folder in folders.values():
+            shutil.rmtree(folder / "venv", ignore_errors=True)
+            (folder / "packages").unlink(missing_ok=True)
     assert (job.state, job.exit_code) == ("FAILED", "2:0"), job.output
-    python = root / "own" / "venv" / "bin" / "python3"
-    assert job.output.startswith(f"run.sh: n2 cannot run {python}: the environment must be on a file system"), (
-        job.output
-    )
+    expected = says.format(python=own / "venv" / "bin" / "python3") + "the environment must be on a file system"
+    assert job.output.startswith(f"run.sh: {expected}"), job.output
     assert job.output.count("\n") == 1, job.output
+    assert site.left_over() == ""

@@ -17,23 +17,6 @@ RUN_SH = str(ROOT / "launch" / "run.sh")
 TWO_BY_TWO = ("--nodes=2", "--ntasks-per-node=2")
 
 
-# What has to do with how messages travel. The others compile and count, which is the same on any number of nodes, and
-# ranks that poll for each other's TCP messages on two cores need minutes for them.
-SUITE = [f"tests/mpi/test_{name}.py" for name in ("collectives", "groups", "p2p", "store", "matrix", "lifetime")]
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_the_multi_rank_tests_pass_on_two_nodes(site: Site, mpi: MPI) -> None:
-    pytest_ = ["python", "-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", "--color=no", "-m", "not slow", *SUITE]
-    done = site.run("salloc", "--quiet", *TWO_BY_TWO, RUN_SH, *pytest_, timeout_s=3500, env=mpi.env)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
-    passed = re.search(r"(\d+) passed", done.stdout)
-    assert passed, done.stdout
-    assert int(passed[1]) > 100
-    assert f"srun --mpi={mpi.kind}" in done.stderr
-
-
 WHO = """
 import os, hpc_inflight as hi
 w = hi.init(device="cpu")

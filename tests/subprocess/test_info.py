@@ -43,6 +43,7 @@ def test_the_table_names_every_rank() -> None:
     assert "0 of 2" in done.stdout
     assert "1 of 2" in done.stdout
     assert "all_reduce, MPI" in done.stdout
+    assert "\033" not in done.stdout
 
 
 def test_no_mpi_library_is_a_failed_check(tmp_path: Path) -> None:

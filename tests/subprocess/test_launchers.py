@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from hpc_inflight.launch_command import clean_env, usable_cores
+from hpc_inflight.launch_env import clean_env
+from hpc_inflight.launch_find import usable_cores
 from tests import mpis
 
 if TYPE_CHECKING:
@@ -105,6 +106,14 @@ def test_ranks_below_another_launcher_are_a_world_of_their_own(mpi: MPI) -> None
     done = run(mpi, "-n", "2", "python", "-c", program, more=PLANTED)
     assert done.returncode == 0, done.stderr
     assert sorted(re.findall("<.*?>", done.stdout)) == ["<0 of 2>", "<1 of 2>"]
+
+
+def test_plain_python_is_a_world_of_one(mpi: MPI) -> None:
+    program = "import hpc_inflight as hi; w = hi.init(); print(f'<{w.rank} of {w.world_size}>'); hi.finalize()"
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(mpi), capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "<0 of 1>\n", "")
 
 
 def alive(marker: str) -> list[int]:

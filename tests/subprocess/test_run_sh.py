@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -218,6 +219,21 @@ def test_an_mpi_without_a_known_launcher_is_refused(tmp_path: Path) -> None:
     done = run("-n", "2", "true", **stand_in_mpi(tmp_path, "Some MPI", "some mpirun"))
     assert (done.returncode, done.stdout) == (2, "")
     assert "loads Some MPI" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+def test_an_mpi_without_its_launcher_is_said(tmp_path: Path) -> None:
+    paths = stand_in_mpi(tmp_path, "MPICH", "")
+    folder = tmp_path / "alone"
+    folder.mkdir()
+    for name in ("bash", "dirname", "env", "true"):
+        (folder / name).symlink_to(str(shutil.which(name)))
+    (folder / "python3").symlink_to(sys.executable)
+    done = run("-n", "2", "true", **paths | {"PATH": str(folder), "VIRTUAL_ENV": str(tmp_path)})
+    assert (done.returncode, done.stdout) == (2, "")
+    assert (
+        "but there is no mpiexec.hydra or mpiexec or mpiexec.mpich: put the bin folder of MPICH on PATH" in done.stderr
+    )
     assert done.stderr.count("\n") == 1
 
 

@@ -294,6 +294,47 @@ def test_nothing_is_asked_or_kept_in_a_capture(runtime: FakeRuntime, comm: NCCLC
     runtime.is_capturing = False
 
 
+def test_nothing_slips_between_a_drain_and_what_it_is_for(
+    comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread that has looked at the gate, and has not taken its lock yet, when another closes it and looks."""
+    lock, gate, stopped = comm._stream.lock, group_set.gate, threading.Event()
+
+    class Lock:
+        """Closes the gate just before it is taken for the first time, in another thread."""
+
+        def acquire(self, blocking: bool = True) -> bool:
+            if not stopped.is_set():
+                drain = threading.Thread(target=gate.close)
+                drain.start()
+                drain.join()
+                assert comm.is_idle()
+                stopped.set()
+            return lock.acquire(blocking)
+
+        release, locked, __exit__ = lock.release, lock.locked, lock.__exit__
+
+        def __enter__(self) -> bool:
+            return self.acquire()
+
+    monkeypatch.setattr(comm._stream, "lock", Lock())
+    issuing = threading.Thread(target=issue, args=(comm, torch.ones(4)), daemon=True)
+    issuing.start()
+    try:
+        assert stopped.wait(30)
+        issuing.join(0.2)
+        assert issuing.is_alive()
+        assert runtime.log == []
+    finally:
+        gate._closers.clear()
+        with gate._changed:
+            gate.closed = False
+            gate._changed.notify_all()
+    issuing.join(30)
+    assert not issuing.is_alive()
+    assert runtime.log
+
+
 def test_futures(runtime: FakeRuntime, comm: NCCLCommunicator) -> None:
     gate = threading.Event()
     comm._stream._stream.put(gate.wait)

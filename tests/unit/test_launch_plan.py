@@ -8,16 +8,10 @@ from typing import Any
 
 import pytest
 
-from hpc_inflight.launch_command import (
-    _NODE_CHECK,
-    Allocation,
-    LaunchError,
-    Wanted,
-    allocation,
-    mpirun_launch,
-    shape,
-    srun_launch,
-)
+from hpc_inflight.errors import LaunchError
+from hpc_inflight.launch_command import _NODE_CHECK
+from hpc_inflight.launch_env import Allocation, allocation
+from hpc_inflight.launch_plan import Wanted, mpirun_launch, shape, srun_launch
 
 JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_CPUS_PER_NODE": "4(x2)"}
 TWO = Allocation((4, 4), 4)
