@@ -49,7 +49,7 @@ def install() -> None:
     previous, previous_in_thread = sys.excepthook, threading.excepthook
 
     def on_exception(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        if os.getpid() != pid or not _has_others():
+        if os.getpid() != pid or _is_interactive() or not _has_others():
             previous(kind, value, trace)
         else:
             _abort_for(value, _said(lambda: previous(kind, value, trace)))
@@ -67,8 +67,12 @@ def install() -> None:
         _watch_exit_status()
 
 
+def _is_interactive() -> bool:
+    return hasattr(sys, "ps1") or bool(sys.flags.interactive)
+
+
 def _lives_on() -> bool:
-    return hasattr(sys, "ps1") or bool(sys.flags.interactive) or not {"ipykernel", "_pytest"}.isdisjoint(sys.modules)
+    return _is_interactive() or not {"ipykernel", "_pytest"}.isdisjoint(sys.modules)
 
 
 def _watch_exit_status() -> None:

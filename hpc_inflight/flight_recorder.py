@@ -290,6 +290,14 @@ def failed(error: BaseException) -> Progress:
     return progress
 
 
+def shape_of(progress: Progress | None) -> str:
+    """Return shape and dtype of what an operation writes, or sends; empty if the ring does not have it any more."""
+    row = None if progress is None else next((row for row in reversed(list(ring())) if row[FATE] is progress), None)
+    sizes = [] if row is None else row[4] or row[5]
+    first, more = (sizes, 0) if isinstance(sizes, tuple) else (sizes[0], len(sizes) - 1) if sizes else (None, 0)
+    return "" if first is None else f"shape {tuple(first[0])}, {first[1]}{f' and {more} more' if more else ''}"
+
+
 Size = tuple["torch.Size", "torch.dtype"]
 _size = attrgetter("shape", "dtype")  # one call
 

@@ -29,6 +29,9 @@ class Group(Protocol):
     def quiesce(self) -> None:
         """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
 
+    def shape_of(self, work: Completion) -> str:
+        """Return shape and dtype of an operation's tensors; empty if unknown."""
+
     def describe(self) -> str:
         """Return the group's name and this rank's place in it."""
 
@@ -267,9 +270,9 @@ def _wait(group: Group, pending: Sequence[Completion], deadline: float, timeout_
     try:
         oldest.block(max(0.0, deadline - time.monotonic()))
     except TimeoutError:
-        age = time.monotonic() - oldest.issued_at
+        age, shape = time.monotonic() - oldest.issued_at, group.shape_of(oldest)
         msg = (
             f"{what}: {len(pending)} pending after {timeout_s:g} s on {group.describe()}, the oldest {oldest.op} "
-            f"(seq {oldest.seq}), issued {age:.1f} s ago; a rank has not issued it"
+            f"(seq {oldest.seq}), {shape}{', ' if shape else ''}issued {age:.1f} s ago; a rank has not issued it"
         )
         raise DrainTimeout(msg) from None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_inflight import _c10d_forms as forms
-from hpc_inflight import _mpi, group_set
+from hpc_inflight import _mpi, flight_recorder, group_set
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
 from hpc_inflight._c10d_issue import Issuer
@@ -346,6 +346,10 @@ class ProcessGroupInflight(Issuer):
             return self._called, self._comm.seq + 1, began, self._timeout_s, "cpu"
         row = None if self._nccl is None else self._nccl_lane.issuing()
         return None if row is None else (row[2], self._nccl.seq, row[6], self._timeout_s, "cuda")
+
+    def shape_of(self, work: Completion) -> str:
+        """Return shape and dtype of an operation's tensors, as far as the flight recorder knows."""
+        return flight_recorder.shape_of(work.progress)
 
     def watched_works(self) -> Sequence[Completion]:
         """Return what is enqueued and not complete, oldest first, and what synchronous calls have left on a GPU."""

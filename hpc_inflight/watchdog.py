@@ -109,10 +109,22 @@ class Watchdog:
         relaxed = False
         while not self._stop.wait(config().watchdog_s):
             relaxed = relaxed or _cupy.relax_captures()
-            self._serve()
-            for group in group_set.groups():
-                if id(group) not in self._done_with:
-                    self._look_after(group)  # type: ignore[arg-type]  # every group of ours is one
+            self.look()
+
+    @property
+    def period_s(self) -> float:
+        """Seconds between two looks."""
+        return config().watchdog_s
+
+    def look(self) -> None:
+        """Hear the other ranks, and look after every group.
+
+        **Local:** by one thread, the watchdog's own where it runs.
+        """
+        self._serve()
+        for group in group_set.groups():
+            if id(group) not in self._done_with:
+                self._look_after(group)  # type: ignore[arg-type]  # every group of ours is one
 
     def _serve(self) -> None:
         try:

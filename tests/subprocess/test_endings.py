@@ -65,3 +65,43 @@ def test_the_job_ends(vendor: str, record_property: Callable[[str, object], None
     with ThreadPoolExecutor(3) as pool:  # they mostly wait
         problems = {how: text for how, text in zip(cases, pool.map(problem, cases), strict=True) if text}
     assert not problems, "\n".join(f"{how}: {text}" for how, text in problems.items())
+
+
+# A library that imports pytest is not pytest, but who can tell: what lives on after an exception is left alone.
+LIVES_ON = """
+import sys, threading, types
+import torch, torch.distributed as dist
+sys.modules[("ipykernel", "_pytest")[int(sys.argv[1])]] = types.ModuleType("stand_in")
+import hpc_inflight as hi
+hook, exit, code = threading.excepthook, sys.exit, vars(SystemExit)["code"]
+world = hi.init(device="cpu")
+assert (threading.excepthook, sys.exit, vars(SystemExit)["code"]) == (hook, exit, code)
+def boom(): raise ValueError("boom")
+thread = threading.Thread(target=boom)
+thread.start()
+thread.join()
+dist.barrier()
+hi.finalize()
+sys.stdout.write(f"rank {world.rank} done\\n")
+"""
+FORGETFUL = """
+import torch, torch.distributed as dist
+import hpc_inflight as hi
+hi.init(device="cpu")
+group = dist.new_group([0, 1])
+dist.all_reduce(torch.ones(2), group=group, async_op=True)
+"""
+
+
+@pytest.mark.parametrize("kind", ["0", "1"], ids=["Jupyter", "pytest"])
+def test_what_lives_on_after_an_exception_is_left_alone(kind: str) -> None:
+    ended = drill(2, ["-c", LIVES_ON, kind], {})
+    assert ended.code == 0, ended
+    assert ended.stdout.count(" done\n") == 2
+    assert ended.stderr.count("ValueError: boom") == 2
+
+
+def test_groups_that_are_never_destroyed_cost_at_most_a_line_per_rank() -> None:
+    ended = drill(2, ["-c", FORGETFUL], {"HPC_INFLIGHT_EXIT_TIMEOUT_S": "100000"})  # an end that waits comes too late
+    assert ended.code == 0, ended
+    assert ended.stderr.count("\n") <= 2, ended

@@ -37,6 +37,9 @@ class Group:
         if self.failure is not None:
             raise self.failure
 
+    def shape_of(self, _work: Completion) -> str:
+        return "shape (4,), torch.float32"
+
     def describe(self) -> str:
         return "group test (rank 0 of 2)"
 
@@ -101,7 +104,9 @@ def test_a_drain_that_times_out_begins_no_capture_and_names_the_work(
     work = group.issue("all_to_all")
     graph = graph_class()
     with pytest.raises(
-        DrainTimeout, match=r"capture: 1 pending after 0.05 s on group test \(rank 0 of 2\).*all_to_all \(seq 1\)"
+        DrainTimeout,
+        match=r"capture: 1 pending after 0.05 s on group test \(rank 0 of 2\).*all_to_all \(seq 1\), "
+        r"shape \(4,\), torch.float32, issued 0\.\d s ago",
     ):
         capture.begin(lambda: graph.capture_begin(), graph, 0.05, "capture")  # noqa: PLW0108  # the hook's is meant
     assert graph.seen == []

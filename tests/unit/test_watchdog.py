@@ -111,3 +111,16 @@ def test_an_id_that_is_used_again_is_watched(groups: list[Group]) -> None:
     group_set.discard(ticket)
     del gone
     assert not dog._done_with
+
+
+def test_it_does_not_look_at_works_during_a_capture(groups: list[Group]) -> None:
+    class Graph:
+        """A graph, as far as captures are noted."""
+
+    graph = Graph()
+    group_set.capture_began(graph)
+    looked(3)
+    assert [group.looks for group in groups] == [0, 0]
+    group_set.capture_ended(graph)
+    looked(3)
+    assert [group.looks for group in groups] == [3, 3]
