@@ -95,7 +95,7 @@ def gather(world: hi.World | None) -> Facts:
     """
     launcher = launchers.launcher_from_env(os.environ)
     hostname = socket.gethostname()
-    nccl_path = _mapped("libnccl.so")
+    nccl, nccl_path = _nccl()
     device = torch.device("cpu") if world is None else world.device
     mpi_path = ""
     if world is not None:
@@ -127,7 +127,7 @@ def gather(world: hi.World | None) -> Facts:
         torch=torch.__version__,
         torch_cuda=torch.version.cuda or "",
         cupy=_version("cupy", "cupy-cuda11x", "cupy-cuda12x", "cupy-cuda13x"),
-        nccl=_nccl_version(nccl_path),
+        nccl=nccl,
         nccl_path=nccl_path,
         nccl_env={name: value for name, value in sorted(os.environ.items()) if name.startswith("NCCL_")},
     )
@@ -198,12 +198,30 @@ def _version(*names: str) -> str:
     return ""
 
 
-def _nccl_version(path: str) -> str:
-    """Ask the library that this process has loaded, which is the one that torch and CuPy call."""
-    if not path:
-        return ""
-    number = ctypes.c_int()
-    if ctypes.CDLL(path).ncclGetVersion(ctypes.byref(number)):
-        return ""
+class _Symbol(ctypes.Structure):
+    """What ``dladdr`` says of an address."""
+
+    _fields_ = (
+        ("file", ctypes.c_char_p),
+        ("base", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("address", ctypes.c_void_p),
+    )
+
+
+def _nccl() -> tuple[str, str]:
+    """Return version and path of the NCCL that torch and CuPy call.
+
+    A process may have mapped two, as with one in LD_PRELOAD beside the one that torch brings. The loader gives out the
+    first of that name, to this function as to them.
+    """
+    try:
+        library = ctypes.CDLL("libnccl.so.2", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+    except OSError:
+        return "", ""
+    number, symbol = ctypes.c_int(), _Symbol()
+    if library.ncclGetVersion(ctypes.byref(number)):
+        return "", ""
+    ctypes.CDLL(None).dladdr(ctypes.cast(library.ncclGetVersion, ctypes.c_void_p), ctypes.byref(symbol))
     major, rest = divmod(number.value, 10000)
-    return f"{major}.{rest // 100}.{rest % 100}"
+    return f"{major}.{rest // 100}.{rest % 100}", os.fsdecode(symbol.file or b"")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import subprocess
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -64,3 +66,20 @@ def test_of_singletons_the_first_speaks(rank: str, code: int) -> None:
     assert done.returncode == code
     assert ("srun started 2 ranks" in done.stdout) == (rank == "0")
     assert "Traceback" not in done.stderr
+
+
+def test_of_two_nccl_libraries_the_one_that_is_called_is_named(tmp_path: Path) -> None:
+    """One in LD_PRELOAD beside the one that torch brings: both are mapped, and the first is what everyone gets."""
+    compiler = shutil.which("cc") or shutil.which("g++")
+    assert compiler is not None, "torch.compile's tests need a compiler, too"
+    libraries = []
+    for version in (23203, 22809):
+        source, library = tmp_path / "nccl.c", tmp_path / str(version) / "libnccl.so.2"
+        source.write_text(f'extern "C" int ncclGetVersion(int *found) {{ *found = {version}; return 0; }}\n')
+        library.parent.mkdir()
+        options = ["-x", "c++", "-shared", "-fPIC", "-Wl,-soname,libnccl.so.2"]
+        subprocess.run([compiler, *options, str(source), "-o", str(library)], check=True)
+        libraries.append(str(library))
+    program = f"import ctypes; ctypes.CDLL({libraries[1]!r}); from hpc_inflight.cli import _info_facts as f; print(*f._nccl())"
+    for env, expected in (({}, f"2.28.9 {libraries[1]}"), ({"LD_PRELOAD": libraries[0]}, f"2.32.3 {libraries[0]}")):
+        assert run_plain(["-c", program], env=env, check=True).stdout.strip() == expected
