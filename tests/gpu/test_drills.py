@@ -27,7 +27,7 @@ CASES = {
         1,
         r"hpc_inflight: rank [01]: (all_reduce|broadcast) \(seq (\d+)\) on group \w+ \(rank [01] of \d\): not complete "
         r"after \d+\.\d s \(timeout \d s\); rank [01] issued (?!\1)(all_reduce|broadcast) as seq \2, its main thread "
-        r"is at \S*drill\.py:\d+ in synchronize",
+        r"is at \S*drill\.py:\d+ in (synchronize|stuck_in_python|<module>)",
         (0, 1),
     ),
     "is slow": Case(0, ""),
