@@ -97,8 +97,9 @@ within() {
     timeout --foreground --verbose --kill-after=60 --signal="$1" "${@:2}"
 }
 
-# mpi_tests N MARKERS [FILES]: tests/mpi on N ranks. With plain python, a rank's failure would leave the others waiting for it: -m mpi4py ends them
-# all. And -x, since a rank that went on after a failure would meet the others in another test's collective.
+# mpi_tests N MARKERS [FILES]: tests/mpi on N ranks. With plain python, a rank's failure would leave the others waiting
+# for it: -m mpi4py ends them all. And -x, since a rank that went on after a failure would meet the others in another
+# test's collective.
 mpi_tests() {
     local color=no
     if (($# == 2)); then set -- "$@" tests/mpi; fi
