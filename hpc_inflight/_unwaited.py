@@ -55,6 +55,18 @@ class Tally:
         copied._kinds = {kind: list(seen) for kind, seen in self._kinds.items()}
         return copied
 
+    def since(self, earlier: Tally) -> Tally:
+        """Return what has come after ``earlier``, a copy of this one; without sequence numbers where it had some."""
+        later = Tally()
+        later.total = self.total - earlier.total
+        for kind, (count, first, last) in self._kinds.items():
+            before = earlier._kinds.get(kind)
+            if before is None:
+                later._kinds[kind] = [count, first, last]
+            elif count > before[0]:
+                later._kinds[kind] = [count - before[0], 0, 0]
+        return later
+
     def text(self) -> str:
         """Return one message about all of them."""
         shown = sorted(self._kinds.items(), key=lambda item: -item[1][0])[:_SHOWN]

@@ -16,7 +16,7 @@ import functools
 import sys
 import time
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hpc_inflight import _torch_compat as compat
@@ -91,7 +91,7 @@ class _Reporting:
     label: str = ""
     policy: str = ""
     told: bool = False  # a context has warned of lost works: the next report comes at the end of the program
-    reported: int = 0  # how many there were at the last report
+    reported: Tally = field(default_factory=Tally)  # what had come by the last report
 
 
 _reporting = _Reporting()
@@ -204,12 +204,13 @@ def left_context() -> None:
         UnwaitedError: With the policy ``"raise"``.
     """
     _registry.sweep(_SWEEP_AT_THE_END)
-    if _registry.unwaited.total > _reporting.reported and not _reporting.told:
+    if _registry.unwaited.total > _reporting.reported.total and not _reporting.told:
         policy = _reporting.policy or config().on_unwaited
+        tally, before = _registry.unwaited.copy(), _reporting.reported
         if policy == "raise":
-            _reporting.reported = _registry.unwaited.total
+            _reporting.reported = tally
         _reporting.told = policy == "warn"
-        _report(_registry.unwaited.copy(), policy)
+        _report(tally.since(before), policy)
 
 
 def open_scope() -> tuple[Tally, Tally | None]:
@@ -241,7 +242,7 @@ def _count_live(tally: Tally, scope: Tally | None = None) -> None:
 
 
 def report_unwaited(*, at_exit: bool = False) -> None:
-    """Report every registered work that nobody has waited for so far, unless nothing has come since the last report.
+    """Report the registered works that nobody has waited for and that no report before has told of.
 
     **Local:** at the end of the program; at the interpreter's exit it prints, since nobody could catch anything.
 
@@ -251,9 +252,9 @@ def report_unwaited(*, at_exit: bool = False) -> None:
     policy = _reporting.policy or config().on_unwaited
     tally = _registry.unwaited.copy()
     _count_live(tally)
-    if tally.total > _reporting.reported:
-        _reporting.reported = tally.total
-        _report(tally, policy, at_exit=at_exit)
+    if tally.total > _reporting.reported.total:
+        before, _reporting.reported = _reporting.reported, tally
+        _report(tally.since(before), policy, at_exit=at_exit)
     if at_exit:
         _registry.forget()
 

@@ -87,6 +87,26 @@ def test_nothing_is_said_when_all_were_waited_or_issued_outside() -> None:
     assert "unwaited" not in run.stderr
 
 
+def test_a_second_world_tells_only_of_its_own() -> None:
+    program = (
+        START
+        + """
+warnings.simplefilter('always')
+for count in (2, 3):
+    hi.init(device='cpu')
+    with allow():
+        for _ in range(count):
+            issue(torch.ones(4))
+    hi.finalize()
+"""
+    )
+    run = run_plain(["-c", program], check=True)
+    found = [
+        line.partition(" never waited for")[0].rpartition(": ")[2] for line in lines(run.stderr, "never waited for")
+    ]
+    assert found == ["2 registered collectives were", "3 registered collectives were"]
+
+
 def test_a_wrong_policy_is_refused_on_every_rank() -> None:
     run = run_ranks(2, ["-c", f"{START}hi.init(on_unwaited='shout')"])
     assert run.returncode != 0
