@@ -382,6 +382,33 @@ def test_a_scatter_into_one_of_its_inputs(comm: NCCLCommunicator, monkeypatch: p
     assert inputs[1].data_ptr() not in sent
 
 
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
+def test_a_part_of_its_own_that_is_not_quite_in_place(
+    comm: NCCLCommunicator, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """NCCL works in place where both begin at one address, and not on memory that only overlaps."""
+    comm.size = 2
+    used: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        comm._nccl, "broadcast", lambda source, target, _n, _t, root, _s: used.append((source, target, root))
+    )
+    monkeypatch.setattr(
+        comm._nccl, "reduce", lambda source, target, _n, _t, _o, root, _s: used.append((source, target, root))
+    )
+    memory, other = torch.zeros(8), torch.zeros(2)
+    for shift, in_place in ((0, True), (1, False)):
+        one, two = memory[:4], memory[shift : shift + 4]
+        operation = (
+            comm.all_gather([one, other], two) if call == "all_gather" else comm.reduce_scatter(one, [two, other], SUM)
+        )
+        work = comm.enqueue(call, [operation], (), 10.0)
+        work.completion.block(5.0)
+        ((source, target, _),) = [entry for entry in used if entry[2] == 0]
+        used.clear()
+        assert (source == target) == in_place
+        assert in_place or abs(source - target) >= one.nbytes
+
+
 # devices, captures, blocks --------------------------------------------------------------------------------------
 
 
