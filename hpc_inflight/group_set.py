@@ -26,8 +26,8 @@ class Group(Protocol):
     def is_idle(self) -> bool:
         """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""
 
-    def quiesce(self) -> None:
-        """Return once every thread that was enqueuing has done so; raise if the group was aborted."""
+    def quiesce(self, timeout_s: float) -> bool:
+        """Wait for every thread that was enqueuing, and say whether all have; raise if the group was aborted."""
 
     def shape_of(self, work: Completion) -> str:
         """Return shape and dtype of an operation's tensors; empty if unknown."""
@@ -256,11 +256,17 @@ def settle(timeout_s: float, what: str) -> None:
 def _drain(deadline: float, timeout_s: float, what: str, *, pass_over_failed: bool = False) -> None:
     for group in groups():
         try:
-            group.quiesce()
+            quiet = group.quiesce(max(0.0, deadline - time.monotonic()))
         except CommunicatorAborted:
             if pass_over_failed:
                 continue
             raise
+        if not quiet:
+            msg = (
+                f"{what}: after {timeout_s:g} s a thread that issues on {group.describe()} has not returned; "
+                "NCCL blocks a first use until all ranks come, and a rank has not issued it"
+            )
+            raise DrainTimeout(msg)
         while pending := group.pending_works():
             _wait(group, pending, deadline, timeout_s, what)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -365,12 +366,14 @@ class ProcessGroupInflight(Issuer):
             return True
         return bool(self._closed)
 
-    def quiesce(self) -> None:
-        """Return once every thread that was enqueuing has done so; raise `CommunicatorAborted` after an abort."""
-        if not self._closed:
-            self._comm.quiesce()
-            if self._nccl is not None:
-                self._nccl.quiesce()
+    def quiesce(self, timeout_s: float) -> bool:
+        """Wait for every thread that was enqueuing; False if one still is. Raise `CommunicatorAborted` after abort."""
+        if self._closed:
+            return True
+        deadline = time.monotonic() + timeout_s
+        return self._comm.quiesce(timeout_s) and (
+            self._nccl is None or bool(self._nccl.quiesce(max(0.0, deadline - time.monotonic())))
+        )
 
     def abort(self, error: InflightError | None = None) -> None:
         """Fail everything that is pending and refuse what comes.

@@ -60,7 +60,11 @@ class Mover(Reducer):
             flat, deliver = layout.flat_target(outputs)
             return self._all_gather(flat, tensor, partial(layout.unflatten, flat, outputs) if deliver else None)
         value = layout.source(tensor)
-        if any(layout.touch(value, output) for i, output in enumerate(outputs) if i != rank):
+        if any(
+            layout.touch(value, output)
+            for i, output in enumerate(outputs)
+            if i != rank or value.data_ptr() != output.data_ptr()  # its own may be in place
+        ):
             value = layout.flatten([value])
         landing = [layout.target(output) for output in outputs]
         broadcast = self._nccl.broadcast

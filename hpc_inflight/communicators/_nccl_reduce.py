@@ -151,7 +151,11 @@ class Reducer:
             return self._reduce_scatter(output, layout.flat_source(inputs), op, plan)
         values = [t if self._direct(plan, op, t) else self._enter(plan, op, t) for t in inputs]
         result = self._result(plan, output)
-        if any(layout.touch(value, result) for i, value in enumerate(values) if i != rank):
+        if any(
+            layout.touch(value, result)
+            for i, value in enumerate(values)
+            if i != rank or value.data_ptr() != result.data_ptr()  # its own may be in place
+        ):
             result = torch.empty(output.numel(), dtype=plan.compute_dtype, device=output.device)
         reduce = self._nccl.reduce
 

@@ -132,8 +132,8 @@ class Communicator(Protocol):
         Cheap, and never wrong about what is idle: it may take something for pending that has just completed.
         """
 
-    def quiesce(self) -> None:
-        """Return once every thread that was enqueuing has done so; raises `CommunicatorAborted` after an abort."""
+    def quiesce(self, timeout_s: float) -> bool:
+        """Wait for every thread that was enqueuing; False if one still is. Raise `CommunicatorAborted` after abort."""
 
     def abort(self, error: InflightError | None = None) -> None:
         """Fail what is pending, also with everyone who waits, and refuse the rest; local, releases nothing."""

@@ -136,12 +136,14 @@ class MPICommunicator(Mover):
         # the lock first: who holds it may be about to enqueue; who takes it later finds the gate closed
         return not (self._issue_lock.locked() or self._queued or self._live or self._unusable)
 
-    def quiesce(self) -> None:
+    def quiesce(self, timeout_s: float) -> bool:
         """See `Communicator.quiesce`."""
-        with self._issue_lock:
-            pass
+        quiet = self._issue_lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        if quiet:
+            self._issue_lock.release()
         if self._unusable is not None:
             raise CommunicatorAborted(str(self._unusable)) from self._unusable
+        return quiet
 
     def _run_at_once(self, op: str, operations: Sequence[Operation], timeout_s: float) -> Completion:
         if self._unusable:

@@ -418,7 +418,7 @@ class NCCLCommunicator(Mover):
         except CollectiveTimeout as error:
             late = error
             self._fail_pending()
-        self._end(self.runtime.destroy if late is None else self.runtime.abort)
+        self._end(abort=late is not None)
         if late is not None:
             raise DrainTimeout(f"destroying group {self.name}: {late}") from None
 
@@ -432,13 +432,18 @@ class NCCLCommunicator(Mover):
             pair.stream.lock.locked() or pair.stream.pending for pair in list(self._pairs.values())
         )
 
-    def quiesce(self) -> None:
+    def quiesce(self, timeout_s: float) -> bool:
         """See `Communicator.quiesce`."""
+        deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
+        quiet = True
         for stream in self._streams():
-            with stream.lock:
-                pass
+            quiet = stream.lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
+            if not quiet:
+                break
+            stream.lock.release()
         if self._unusable is not None:
             raise CommunicatorAborted(str(self._unusable)) from self._unusable
+        return quiet
 
     def check(self) -> None:
         """Raise what NCCL has found wrong since."""
@@ -450,7 +455,7 @@ class NCCLCommunicator(Mover):
         if self._unusable is None:
             self._unusable = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
             self._fail_pending()
-            self._end(self.runtime.abort)
+            self._end(abort=True)
 
     def _fail_pending(self) -> None:
         """Fail what is pending, before an abort ends it on the device, which looks like completion."""
@@ -459,7 +464,7 @@ class NCCLCommunicator(Mover):
             for completion in list(stream.pending):
                 completion.fail(self._unusable)
 
-    def _end(self, how: Callable[[Any], None]) -> None:
+    def _end(self, *, abort: bool) -> None:
         """Destroy or abort all communicators, once; after an abort, which another thread may be at, wait for that."""
         with self._lock:
             first, self._stopping = not self._stopping, True
@@ -467,17 +472,20 @@ class NCCLCommunicator(Mover):
             self._ended.wait(2 * _END_S)
             return
         try:
-            self._end_all(how)
+            self._end_all(abort=abort)
         finally:
             self._ended.set()
 
-    def _end_all(self, how: Callable[[Any], None]) -> None:
+    def _end_all(self, *, abort: bool) -> None:
         """Do so in threads: NCCL may never return, and offers no deadline."""
         assert self._unusable is not None  # noqa: S101  # for mypy: whoever ends it has said why
         streams, deadline = self._streams(), time.monotonic() + _LAUNCH_S
         busy = [s for s in streams if not s.refuse(self._unusable, max(0.0, deadline - time.monotonic()))]
         if busy or any(s.failed for s in streams):
-            how = self.runtime.abort  # NCCL destroys nothing that is in use, or has failed
+            abort = True  # NCCL destroys nothing that is in use, or has failed
+        if abort:
+            self._fail_pending()  # what was just being launched, too
+        how = self.runtime.abort if abort else self.runtime.destroy
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]

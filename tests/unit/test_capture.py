@@ -33,9 +33,10 @@ class Group:
     def is_idle(self) -> bool:
         return not self.pending_works() and self.failure is None
 
-    def quiesce(self) -> None:
+    def quiesce(self, timeout_s: float) -> bool:  # noqa: ARG002  # the protocol's
         if self.failure is not None:
             raise self.failure
+        return True
 
     def shape_of(self, _work: Completion) -> str:
         return "shape (4,), torch.float32"

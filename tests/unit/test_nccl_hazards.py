@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from datetime import timedelta
-from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -218,13 +217,16 @@ def test_nccl_is_not_ended_under_a_launch(comm: NCCLCommunicator, runtime: FakeR
             order.append("ended")
 
     runtime.fail = hold
-    issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
+    works: list[Any] = []
+    issuer = threading.Thread(target=lambda: works.append(issue(comm, torch.ones(4))))
     issuer.start()
     assert inside.wait(30)
     threading.Timer(0.2, go_on.set).start()
     comm.abort()
     issuer.join(30)
     assert order == ["launched", "ended"]
+    with pytest.raises(CommunicatorAborted, match="group g was aborted"):
+        works[0].wait(timedelta(seconds=5))
 
 
 def test_an_abort_does_not_wait_for_a_launch_that_blocks(
@@ -258,6 +260,41 @@ def test_an_abort_does_not_wait_for_a_launch_that_blocks(
     issuer.join(30)
     assert aborted.is_set()
     assert len(caught) == 1
+
+
+def test_a_drain_does_not_wait_for_a_launch_that_blocks(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    inside, go_on = threading.Event(), threading.Event()
+
+    def hold(name: str) -> None:
+        if name == "all_reduce":
+            inside.set()
+            go_on.wait(30)
+
+    runtime.fail = hold
+    issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
+    issuer.start()
+    assert inside.wait(30)
+    group: Any = comm
+    group.describe = lambda: "group g"
+    ticket = group_set.add(group)
+    drained: list[BaseException] = []
+
+    def drain() -> None:
+        try:
+            group_set.wait_for_all_pending_works(0.05)
+        except DrainTimeout as error:
+            drained.append(error)
+
+    drainer = threading.Thread(target=drain, daemon=True)
+    drainer.start()
+    drainer.join(10)
+    over = not drainer.is_alive()
+    go_on.set()
+    issuer.join(30)
+    drainer.join(30)
+    group_set.discard(ticket)
+    assert over
+    assert "after 0.05 s a thread that issues on group g has not returned" in str(drained[0])
 
 
 def test_nothing_is_asked_of_a_communicator_that_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -345,6 +382,33 @@ def test_a_scatter_into_one_of_its_inputs(comm: NCCLCommunicator, monkeypatch: p
     assert inputs[1].data_ptr() not in sent
 
 
+@pytest.mark.parametrize("call", ["all_gather", "reduce_scatter"])
+def test_a_part_of_its_own_that_is_not_quite_in_place(
+    comm: NCCLCommunicator, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """NCCL works in place where both begin at one address, and not on memory that only overlaps."""
+    comm.size = 2
+    used: list[tuple[int, int, int]] = []
+    monkeypatch.setattr(
+        comm._nccl, "broadcast", lambda source, target, _n, _t, root, _s: used.append((source, target, root))
+    )
+    monkeypatch.setattr(
+        comm._nccl, "reduce", lambda source, target, _n, _t, _o, root, _s: used.append((source, target, root))
+    )
+    memory, other = torch.zeros(8), torch.zeros(2)
+    for shift, in_place in ((0, True), (1, False)):
+        one, two = memory[:4], memory[shift : shift + 4]
+        operation = (
+            comm.all_gather([one, other], two) if call == "all_gather" else comm.reduce_scatter(one, [two, other], SUM)
+        )
+        work = comm.enqueue(call, [operation], (), 10.0)
+        work.completion.block(5.0)
+        ((source, target, _),) = [entry for entry in used if entry[2] == 0]
+        used.clear()
+        assert (source == target) == in_place
+        assert in_place or abs(source - target) >= one.nbytes
+
+
 # devices, captures, blocks --------------------------------------------------------------------------------------
 
 
@@ -404,6 +468,8 @@ def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
     del tensor
     gc.collect()
     assert alive() is not None
+    (_, event, _) = runtime.log[-1]
+    wait_until(lambda: runtime.event_done(event))  # the stand-in runs what it captures
     runtime.is_capturing = False
     group_set.capture_ended(capture)
     gc.collect()
@@ -445,7 +511,6 @@ def test_a_block_is_ordered_after_every_stream_that_issued_in_it(comm: NCCLCommu
     for stream, tensor in zip((one, two), tensors, strict=True):
         runtime.use_stream(stream)
         stream.put(gate.wait)
-        stream.put(partial(tensor.fill_, 1.0))
         issue(comm, tensor)
     alive = weakref.ref(tensors[0])
     runtime.use_stream(two)
