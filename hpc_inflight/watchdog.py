@@ -160,10 +160,9 @@ class Watchdog:
         now = time.monotonic()
         pending = None
         if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
-            with group_set.polling:
-                pending = next(iter(group.watched_works()), None)
-                if pending is not None:
-                    self._check(group)
+            pending = next(iter(group.watched_works()), None)
+            if pending is not None:
+                self._check(group)
         if pending is not None:
             p2p = pending.op in {"send", "recv"}
             op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s

@@ -24,6 +24,18 @@ _CHECK_S = 0.1  # how often a host that waits asks NCCL whether anything failed
 _future_lock = threading.Lock()
 
 
+def may_ask_and_is_done(runtime: Runtime, event: int) -> bool:
+    """Say whether an event is complete; False while a capture forbids to ask.
+
+    An event query from any thread ends a capture in global mode; so none begins between looking for one and asking.
+
+    Raises:
+        NCCLError: Something failed on the device before it.
+    """
+    with group_set.polling:
+        return not (group_set.capturing() or runtime.capturing()) and runtime.event_done(event)
+
+
 class Stream(Protocol):
     """What a completion needs of its communication stream; see `hpc_inflight.communicators._nccl_stream.Stream`."""
 
@@ -115,14 +127,13 @@ class StreamCompletion(Completion):
             return True
         if self.captured:
             return True
-        runtime = self._stream.runtime
-        if group_set.capturing() or runtime.capturing():
-            return False  # an event query from any thread ends a capture in global mode
         try:
-            if runtime.event_done(self.event):
-                self.finish()
+            done = may_ask_and_is_done(self._stream.runtime, self.event)
         except InflightError as error:
             self.finish(error)
+        else:
+            if done:
+                self.finish()  # it may run callbacks: not while captures have to wait
         return self.completed
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> None:
@@ -146,15 +157,6 @@ class StreamCompletion(Completion):
         if current == self._issuer:
             self._keep = None
 
-    def _poll_apart(self) -> bool:
-        """Poll, unless a capture is just beginning: a drain need not have waited for this one, as for a barrier's."""
-        if not group_set.polling.acquire(blocking=False):
-            return self.completed
-        try:
-            return self.poll()
-        finally:
-            group_set.polling.release()
-
     def block(self, seconds: float) -> None:
         """Block the host until it is complete; what NCCL finds wrong meanwhile ends it, too.
 
@@ -162,7 +164,7 @@ class StreamCompletion(Completion):
             CollectiveTimeout: It is not within ``seconds``.
         """
         deadline = monotonic() + seconds
-        while not poll(self._poll_apart, max(0.0, min(_CHECK_S, deadline - monotonic()))):
+        while not poll(self.poll, max(0.0, min(_CHECK_S, deadline - monotonic()))):
             try:
                 self._stream.check()
             except InflightError as error:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from hpc_inflight import _cupy, _mpi, group_set
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
-from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
+from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion, may_ask_and_is_done
 from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
 from hpc_inflight.communicators._nccl_move import Mover
 from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
@@ -167,7 +167,7 @@ class NCCLCommunicator(Mover):
         if left == self._past or self._unusable is not None:
             return None
         with contextlib.suppress(NCCLError):  # whoever uses the device next is told
-            if not self.runtime.event_done(self._here):
+            if not may_ask_and_is_done(self.runtime, self._here):
                 if seen is None or seen.seq != left:
                     self._seen = seen = _Seen(op, self.name, left, timeout_s)
                 return seen

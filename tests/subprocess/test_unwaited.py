@@ -91,20 +91,21 @@ def test_a_second_world_tells_only_of_its_own() -> None:
     program = (
         START
         + """
-warnings.simplefilter('always')
 for count in (2, 3):
     hi.init(device='cpu')
+    warnings.simplefilter('ignore')  # a context may tell of those that are lost already
     with allow():
         for _ in range(count):
             issue(torch.ones(4))
+    warnings.simplefilter('always')
     hi.finalize()
 """
     )
     run = run_plain(["-c", program], check=True)
-    found = [
-        line.partition(" never waited for")[0].rpartition(": ")[2] for line in lines(run.stderr, "never waited for")
-    ]
-    assert found == ["2 registered collectives were", "3 registered collectives were"]
+    told = lines(run.stderr, "never waited for")
+    assert len(told) == 2
+    assert "2 registered collectives were" in told[0]
+    assert "3 registered collectives were" in told[1]
 
 
 def test_a_wrong_policy_is_refused_on_every_rank() -> None:

@@ -503,6 +503,49 @@ def test_a_barrier_asks_nothing_while_a_capture_begins(comm: NCCLCommunicator, r
     assert asked
 
 
+@pytest.mark.parametrize("kind", ["asynchronous", "synchronous"])
+def test_nobody_asks_between_looking_for_a_capture_and_its_begin(
+    kind: str, comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever polls has seen no capture, and is overtaken by one that begins."""
+    work = issue(comm, torch.zeros(4))
+    comm._left = 1  # as a synchronous operation leaves it, with more than one rank
+    asked, capturing = [], group_set.capturing
+    looked, begun, over = threading.Event(), threading.Event(), threading.Event()
+
+    def look() -> bool:
+        found = capturing()
+        if not looked.is_set():
+            looked.set()
+            begun.wait(0.2)  # it cannot: nobody may begin a capture here
+        return found
+
+    def begin() -> None:
+        looked.wait(30)
+        with group_set.polling:
+            begun.set()
+            asked.append("capture")
+        over.set()
+
+    real = runtime.event_done
+
+    def ask(event: int) -> bool:
+        asked.append("event")
+        return real(event)
+
+    monkeypatch.setattr(runtime, "event_done", ask)
+    monkeypatch.setattr(group_set, "capturing", look)
+    thread = threading.Thread(target=begin)
+    thread.start()
+    if kind == "asynchronous":
+        work.is_completed()
+    else:
+        comm.synchronous("all_reduce", 10.0)
+    assert over.wait(30)
+    thread.join(30)
+    assert asked[0] == "event"
+
+
 def test_a_block_is_ordered_after_every_stream_that_issued_in_it(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
     one, two = runtime.new_stream(-1), runtime.new_stream(-1)
     gate = threading.Event()
