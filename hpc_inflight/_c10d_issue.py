@@ -107,8 +107,10 @@ class Issuer(GroupIdentity):
                 raise self._nccl_failure.with_traceback(None)
             if self._nccl is None:
                 try:
-                    comm = self._comm
-                    made = NCCLCommunicator(comm.comm, comm.spare_tag, self._name, index, self._timeout_s)
+                    comm, seconds = self._comm, self._timeout_s
+                    made = NCCLCommunicator(
+                        comm.comm, comm.spare_tag, self._name, index, seconds, lambda: bool(self._closed)
+                    )
                 except InvalidArgumentError:
                     raise  # before anything was tried
                 except InflightError as error:

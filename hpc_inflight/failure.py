@@ -16,7 +16,6 @@ import os
 import socket
 import stat
 import sys
-import termios
 import threading
 import time
 import traceback
@@ -174,6 +173,8 @@ def _abort(why: str, code: int, said: str = "") -> None:
 
 def _until_read(descriptor: int) -> None:
     """Wait until the launcher has read a pipe: with one that ends the job at once, what it has not read is lost."""
+    import termios  # nothing else in a torch process has loaded it, and few programs come here
+
     left, deadline = array("i", [1]), time.monotonic() + _READ_S
     with contextlib.suppress(OSError):  # closed
         if not stat.S_ISFIFO(os.fstat(descriptor).st_mode):

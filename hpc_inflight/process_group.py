@@ -309,9 +309,11 @@ class ProcessGroupInflight(Issuer):
             return
         self._closed = _DESTROYED
         group_set.discard(self._ticket)
+        with self._nccl_lock:  # another thread that connects sees that the group is closed, and leaves MPI
+            nccl = self._nccl
         try:
-            if self._nccl is not None:
-                self._nccl.shutdown(self._timeout_s)
+            if nccl is not None:
+                nccl.shutdown(self._timeout_s)
         finally:
             if _mpi.started():
                 self._comm.shutdown(self._timeout_s)

@@ -75,12 +75,21 @@ class NCCLCommunicator(Mover):
         name: The group's name, for messages.
         index: This rank's device.
         timeout_s: Seconds for all ranks to come here.
+        stopped: Says whether nobody wants it any more, so that its ranks need not be waited for.
 
     Attributes:
         seq: Number of collectives issued so far.
     """
 
-    def __init__(self, comm: MPI.Intracomm, tag: int, name: str, index: int, timeout_s: float) -> None:
+    def __init__(
+        self,
+        comm: MPI.Intracomm,
+        tag: int,
+        name: str,
+        index: int,
+        timeout_s: float,
+        stopped: Callable[[], bool] = lambda: False,
+    ) -> None:
         runtime: _cupy.Runtime | InflightError
         try:
             runtime = _cupy.runtime()
@@ -93,7 +102,7 @@ class NCCLCommunicator(Mover):
         except NCCLUnavailableError as error:
             runtime = error
         ranks = range(comm.size)
-        meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s)
+        meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s, stopped)
         nccl = connect(meeting, runtime, index)
         super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name)
         self.seq = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -120,6 +121,33 @@ def test_nccl_fails_on_one_rank_and_hangs_on_the_others(
     started = time.monotonic()
     refused(group, hi.NCCLError, f"rank {bad}: NCCL_ERROR_SYSTEM_ERROR: out of shared memory")
     assert time.monotonic() - started < 15
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_group_that_is_destroyed_while_a_thread_connects(runtime: FakeRuntime, rank: int, size: int) -> None:
+    """The thread leaves the group's MPI communicator before that is freed, long before its own deadline."""
+    group: Any = dist.new_group(range(size), timeout=timedelta(seconds=300))
+    failed: list[BaseException] = []
+
+    def connect() -> None:
+        try:
+            group._open_nccl("all_reduce", -1)
+        except hi.GroupDestroyedError as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    if rank != 0:  # it waits for rank 0, which never comes
+        thread.start()
+        deadline = time.monotonic() + 30
+        while not group._nccl_lock.locked() and time.monotonic() < deadline:
+            time.sleep(1e-3)
+    started = time.monotonic()
+    dist.destroy_process_group(group)
+    if rank != 0:
+        thread.join(60)
+        assert len(failed) == 1
+        assert "was destroyed" in str(failed[0])
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.mpi(min_size=2)
