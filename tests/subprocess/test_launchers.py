@@ -189,12 +189,9 @@ def test_the_other_mpi_s_launcher_is_said(mpi: MPI) -> None:
     )
     assert done.returncode != 0
     assert "went on" not in done.stdout
-    said = re.findall("LaunchError: (.*)", done.stderr)
-    assert said, done.stderr
-    for one in said:
-        assert re.match(
-            rf".* started 2 ranks, but mpi4py loaded {mpi.vendor} .*; use /.*, or `srun --mpi={mpi.kind}`", one
-        )
+    # anywhere: both ranks print a traceback, piece by piece, and hydra passes the pieces on as they come
+    said = rf"\w+ started 2 ranks, but mpi4py loaded {mpi.vendor} .*; use /.*, or `srun --mpi={mpi.kind}`"
+    assert re.search(said, done.stderr), done.stderr
 
 
 def test_a_launcher_that_fails_passes_its_code_on(mpi: MPI) -> None:
