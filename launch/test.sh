@@ -128,8 +128,10 @@ find_slurm() {
     fi
 }
 
-slurm_tests() {
+# What waits most of its time, for the scheduler and for deadlines.
+waiting_tests() {
     within INT 7200 python -m pytest tests/slurm --ignore=tests/slurm/test_suite.py
+    within INT 3600 python -m pytest tests/subprocess/test_c10d_suite.py
 }
 
 # shellcheck source=launch/setup.sh
@@ -165,7 +167,6 @@ if [[ -n $slurm ]]; then
 else
     step "tests/mpi, ranks: 4" mpi_tests 4 "not slow and not once"
 fi
-# Both wait a lot, for deadlines and for the scheduler.
-beside "Slurm" slurm_tests
-step "whole jobs" within INT 10800 python -m pytest tests/subprocess
+beside "Slurm, and PyTorch's own suite" waiting_tests
+step "whole jobs" within INT 10800 python -m pytest tests/subprocess --ignore=tests/subprocess/test_c10d_suite.py
 join
