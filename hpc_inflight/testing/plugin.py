@@ -7,6 +7,7 @@ launcher with ``-x --with-mpi``. Then
 - a test that outlasts its pytest-timeout prints the stacks of all ranks and ends the job;
 - the session fails when ranks passed different numbers of tests, or none;
 - a failed session ends the job, so that no rank waits for one that stopped;
+- every rank has its own directory for `tmp_path`, which goes when the session passed;
 - the fixture `fully_collective` fails a test in which ranks issued different numbers of collectives, or which left
   something registered or pending;
 - the fixtures `device` and `late` let one test run on CPU tensors or, with ``HPC_INFLIGHT_TEST_DEVICE=cuda``, on
@@ -18,10 +19,14 @@ from __future__ import annotations
 import faulthandler
 import io
 import os
+import shutil
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import uuid
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -40,6 +45,7 @@ if TYPE_CHECKING:
 _TIMER = pytest.StashKey[threading.Timer]()
 _FAILED = pytest.StashKey[bool]()
 _GUARD_S = pytest.StashKey[float]()
+_TEMPORARY = pytest.StashKey[Path]()
 _GRACE_S = 5.0  # for the other ranks to print their stacks, too
 _SETTLE_S = 60.0
 _NOT_SHOWN = {"_pytest", "pluggy", "pytest"}
@@ -97,12 +103,30 @@ def _stacks() -> str:
 _session: _Session | None = None
 
 
-@pytest.hookimpl(trylast=True)
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Find this rank's place."""
+    """Give this rank a base directory of its own, before pytest's plugin for them looks.
+
+    pytest's are numbered in a directory that all sessions of a user share, and each deletes old ones as it ends: ranks
+    end at the same moment, delete the same ones, and the slower of two fails. One that is given is emptied first, so
+    ranks that share it delete each other's.
+    """
+    given = config.option.basetemp
+    comm = _mpi.mpi().COMM_WORLD
+    if given is None:
+        # pytest makes it when a test asks for one
+        config.option.basetemp = config.stash[_TEMPORARY] = Path(tempfile.gettempdir()) / f"pytest-{uuid.uuid4().hex}"
+    elif comm.size > 1:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        config.option.basetemp = Path(given) / f"rank{comm.rank}"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Find this rank's place, before the reporter prints anything."""
     global _session  # noqa: PLW0603  # pytest's hooks are functions
-    if not config.option.collectonly:
-        _session = _Session(config)
+    if not session.config.option.collectonly:
+        _session = _Session(session.config)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -167,14 +191,15 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 def pytest_unconfigure(config: pytest.Config) -> None:
     """Show a failed rank's report and end the job with it: the others may wait for this rank."""
-    if _session is None:
-        return
     session: Any = config.pluginmanager.getplugin("session")
     status = getattr(session, "exitstatus", pytest.ExitCode.OK)
-    if status not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED} and _session.comm.size > 1:
+    failed = status not in {pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED}
+    if failed and _session is not None and _session.comm.size > 1:
         if _session.buffer is not None:
             _session.say("its report:\n" + _session.buffer.getvalue())
         _session.end_job()
+    if not failed and _TEMPORARY in config.stash:
+        shutil.rmtree(config.stash[_TEMPORARY], ignore_errors=True)
 
 
 @pytest.fixture(scope="session")

@@ -277,3 +277,25 @@ def test_the_pytest_plugin_ends_what_holds_the_gil(tmp_path: Path) -> None:
     with pytest.raises(RanksFailedError) as failed:
         run_plain(["-m", "pytest", *options, "."], cwd=tmp_path, check=True)
     assert re.search("Timeout .*line 4 in test_held", failed.value.stderr, re.DOTALL), failed.value.stderr
+
+
+TEMPORARY = """
+import mpi4py.MPI
+def test_it(tmp_path, pytestconfig):
+    rank = mpi4py.MPI.COMM_WORLD.rank
+    (pytestconfig.rootpath / f"base-of-{rank}").write_text(str(tmp_path.parent))
+"""
+
+
+@pytest.mark.parametrize("given", [False, True])
+def test_the_pytest_plugin_gives_each_rank_its_own_directory(tmp_path: Path, given: bool) -> None:
+    (tmp_path / "conftest.py").write_text('pytest_plugins = ["hpc_inflight.testing.plugin"]\n')
+    (tmp_path / "test_it.py").write_text(TEMPORARY)
+    options = ["-p", "no:cacheprovider", "--rootdir=.", *(["--basetemp=base/of/job"] if given else [])]
+    run_ranks(2, ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", *options, "."], cwd=tmp_path, check=True)
+    bases = [Path((tmp_path / f"base-of-{rank}").read_text()) for rank in (0, 1)]
+    if given:
+        assert bases == [tmp_path / "base/of/job/rank0", tmp_path / "base/of/job/rank1"]
+    else:
+        assert bases[0] != bases[1]
+        assert not any(base.exists() for base in bases), "left behind by a session that passed"
