@@ -64,7 +64,6 @@ class Issuer(GroupIdentity):
         self._nccl_failure: InflightError | None = None
         self._nccl_lock = threading.Lock()
         self._closed = ""  # why it cannot be used any more
-        self._called = ""  # the operation that was issued last, for the watchdog
         self._coalescing: list[Any] | None = None
         self._coalescing_thread = 0
         self._call_is_open = False  # in such a block: a call was begun and has issued nothing yet
@@ -157,7 +156,6 @@ class Issuer(GroupIdentity):
         # one frame for the frequent cases: this runs for every collective
         lane = self._lane if comm is self._comm else self._nccl_lane
         row = lane.begin(op, outputs, inputs)
-        self._called = op
         try:
             is_async, limit = opts.asyncOp, opts.timeout
         except AttributeError:  # c10d's short forms, and older options

@@ -6,36 +6,25 @@ environment was compared with the library found, because afterwards a mismatch s
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
-import itertools
 import logging
 import os
-import pickle
+import select
 import shutil
 import sys
 import threading
-import time
-import zlib
-from array import array
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from hpc_inflight import _on_failure, launchers
-from hpc_inflight.errors import (
-    CollectiveTimeout,
-    GroupDestroyedError,
-    InflightError,
-    LaunchError,
-    MPIUnavailableError,
-)
+from hpc_inflight._poll import poll
+from hpc_inflight.errors import CollectiveTimeout, GroupDestroyedError, LaunchError, MPIUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from types import ModuleType
 
     from mpi4py import MPI
-
-T = TypeVar("T")
 
 _log = logging.getLogger(__name__)
 _lock = threading.Lock()
@@ -45,9 +34,7 @@ _duplicating: tuple[MPI.Intracomm, MPI.Request] | None = None  # kept when a dea
 _abandoned_lock = threading.Lock()
 _abandoned: list[tuple[MPI.Request, object]] = []  # MPI may still write to the buffers of requests that we gave up
 _owner_pid = 0
-
-_SPIN_S = 50e-6  # a reply on the same node arrives within this
-_SLEEP_MIN_S, _SLEEP_MAX_S = 20e-6, 1e-3
+_HYDRA_S = 2.0  # for its answer
 
 
 def mpi() -> Any:
@@ -175,27 +162,44 @@ def everyone_ends(timeout_s: float) -> bool:
 
 
 def leave_launcher(timeout_s: float) -> None:
-    """Say to a launcher that speaks PMIx that this process ends in order, though it cannot call MPI_Finalize.
+    """Tell the launcher that this process ends in order, though it cannot call MPI_Finalize.
 
-    **Collective:** with the other ranks' MPI_Finalize, which in Open MPI is the same fence and PMIx_Finalize. Without
-    them the launcher takes the end for a failure, and ends the job with an exit code of its own. Nothing happens where
-    no PMIx library is loaded.
+    Otherwise the launcher takes the end for a failure, and ends the job with an exit code of its own. Nothing happens
+    with launchers that speak neither PMIx nor hydra's protocol.
+
+    **Collective:** with the other ranks' MPI_Finalize, of which this does the launcher's part.
 
     Args:
         timeout_s: Seconds to wait for the others.
     """
     path = next((file for file in mapped_files() if Path(file).name.startswith("libpmix.so")), None)
-    if path is None:
-        return
+    launcher = launchers.launcher_from_env(os.environ)
+    if path is not None:
+        thread = threading.Thread(target=_leave_pmix, args=(path,), name="hpc_inflight-leave", daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+    elif launcher is not None and launcher.name == "mpiexec.hydra" and "PMI_FD" in os.environ:
+        _leave_hydra(int(os.environ["PMI_FD"]), min(timeout_s, _HYDRA_S))
+
+
+def _leave_pmix(path: str) -> None:
     library = ctypes.CDLL(path)
+    library.PMIx_Fence(None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))  # nobody's in particular: all of them
+    library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
-    def leave() -> None:
-        library.PMIx_Fence(None, ctypes.c_size_t(0), None, ctypes.c_size_t(0))  # nobody's in particular: all of them
-        library.PMIx_Finalize(None, ctypes.c_size_t(0))
 
-    thread = threading.Thread(target=leave, name="hpc_inflight-leave", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
+def _leave_hydra(descriptor: int, timeout_s: float) -> None:
+    """Say what MPI_Finalize would, on the descriptor that MPICH has it on; MPICH offers no function for it.
+
+    Args:
+        descriptor: Where hydra reads and answers.
+        timeout_s: Seconds to wait for each answer: MPI_Finalize over OFI, unlike over UCX, has no such barrier.
+    """
+    with contextlib.suppress(OSError):  # the launcher has gone
+        for line in (b"cmd=barrier_in\n", b"cmd=finalize\n"):
+            os.write(descriptor, line)
+            if select.select([descriptor], [], [], timeout_s)[0]:
+                os.read(descriptor, 256)
 
 
 def thread_multiple() -> bool:
@@ -246,169 +250,3 @@ def _ended(request: Any) -> bool:
         return bool(request.Test())
     except mpi().Exception:  # it failed, which whoever gave it up has been told; MPI is done with it
         return True
-
-
-def poll(done: Callable[[], bool], timeout_s: float) -> bool:
-    """Call ``done`` until it is true: spinning at first, then sleeping up to a millisecond between calls.
-
-    **Local:** used in place of a blocking MPI wait where there is a deadline.
-
-    Args:
-        done: Cheap test without side effects on the result, such as ``request.Test``.
-        timeout_s: Seconds; ``float("inf")`` waits without limit.
-
-    Returns:
-        False when the deadline passed first.
-    """
-    if done():
-        return True
-    now = time.monotonic()
-    spin_until, deadline = now + _SPIN_S, now + timeout_s
-    pause = _SLEEP_MIN_S
-    while not done():
-        now = time.monotonic()
-        if now >= deadline:
-            return False
-        if now >= spin_until:
-            time.sleep(pause)
-            pause = min(pause * 1.5, _SLEEP_MAX_S)
-    return True
-
-
-def run_with_deadline(call: Callable[[], T], timeout_s: float, what: str) -> T:
-    """Run a blocking MPI call that has no non-blocking form, and raise when it does not return in time.
-
-    **Local:** the collectiveness is that of ``call``. Past the deadline the call is left behind in a daemon
-    thread, since MPI cannot cancel it.
-
-    Args:
-        call: The call.
-        timeout_s: Seconds.
-        what: What the ranks are waiting for, for the error.
-
-    Raises:
-        CollectiveTimeout: The deadline passed.
-    """
-    if not thread_multiple():
-        return call()
-    result: list[T] = []
-    failure: list[BaseException] = []
-
-    def target() -> None:
-        try:
-            result.append(call())
-        except BaseException as error:  # noqa: BLE001  # re-raised in the caller
-            failure.append(error)
-
-    thread = threading.Thread(target=target, name="hpc_inflight-deadline", daemon=True)
-    thread.start()
-    thread.join(timeout_s)
-    if failure:
-        raise failure[0]
-    if not result:
-        msg = f"{what}: not every rank arrived within {timeout_s:g} s; check that all its ranks make this call"
-        _on_failure.tell()
-        raise CollectiveTimeout(msg)
-    return result[0]
-
-
-def allgather(value: Any, timeout_s: float, what: str) -> list[Any]:
-    """Return every rank's value, in rank order.
-
-    **Collective:** over the world, on the package's own communicator.
-
-    Args:
-        value: Anything that pickles.
-        timeout_s: Seconds to wait for the other ranks.
-        what: The call, for the error.
-
-    Raises:
-        CollectiveTimeout: A rank did not come.
-    """
-    comm, deadline = control_comm(timeout_s), time.monotonic() + timeout_s
-    payload = pickle.dumps(value)
-    sizes = array("q", bytes(8 * comm.size))
-    _complete(
-        lambda: comm.Iallgather(_int64(array("q", [len(payload)]), 1), _int64(sizes, 1)),
-        deadline - time.monotonic(),
-        what,
-    )
-    gathered = bytearray(sum(sizes))
-    counts = list(sizes)
-    byte = mpi().BYTE
-    _complete(
-        lambda: comm.Iallgatherv([payload, len(payload), byte], [gathered, counts, byte]),
-        deadline - time.monotonic(),
-        what,
-    )
-    ends = list(itertools.accumulate(counts))
-    return [pickle.loads(gathered[end - n : end]) for end, n in zip(ends, counts, strict=True)]  # noqa: S301  # our own
-
-
-def _int64(buffer: array[int], count: int) -> list[Any]:
-    return [buffer, count, mpi().INT64_T]
-
-
-def _complete(start: Callable[[], Any], timeout_s: float, what: str) -> None:
-    """Start a non-blocking collective on the control communicator and wait for it."""
-    request = start()
-    if not poll(request.Test, timeout_s):
-        abandon(request)
-        size = control_comm().size
-        msg = f"{what}: not every rank arrived within {max(timeout_s, 0.0):.3g} s; all {size} ranks must call it"
-        _on_failure.tell()
-        raise CollectiveTimeout(msg)
-
-
-def subset(comm: MPI.Intracomm, ranks: Sequence[int], timeout_s: float, what: str) -> MPI.Intracomm:
-    """Make a communicator of some ranks of another one.
-
-    **Collective:** over ``ranks`` only.
-
-    Args:
-        comm: The communicator whose ranks they are.
-        ranks: Its ranks, in the order that the new one has; this rank is among them.
-        timeout_s: Seconds to wait for the others.
-        what: The call, for the error.
-
-    Raises:
-        CollectiveTimeout: A rank did not come.
-    """
-    members = comm.group.Incl(list(ranks))
-    # Threads may make overlapping groups at the same time: the tag keeps those apart. From the ranks, not from a
-    # name: torch numbers groups per process, and a group made with use_local_synchronization counts only on its
-    # members.
-    tag = zlib.crc32(str(list(ranks)).encode()) % 32767
-    made = run_with_deadline(lambda: comm.Create_group(members, tag), timeout_s, what)
-    members.Free()
-    return made
-
-
-def agree(error: InflightError | None, timeout_s: float, what: str) -> None:
-    """Let every rank learn of a problem that only some can see, before any of them goes on.
-
-    **Collective:** over the world.
-
-    Args:
-        error: This rank's problem, or None.
-        timeout_s: Seconds to wait for the others; a rank with a problem waits 5 s at most, since the others
-            may never come.
-        what: The call, for the errors.
-
-    Raises:
-        InflightError: This rank's own problem, or another's, named with its rank.
-        CollectiveTimeout: A rank did not come.
-    """
-    patience = timeout_s if error is None else min(timeout_s, 5.0)
-    try:
-        told = allgather(error is not None, patience, what)
-    except CollectiveTimeout:
-        if error is not None:
-            raise error from None
-        raise
-    if error is not None:
-        raise error
-    bad = [rank for rank, failed in enumerate(told) if failed]
-    if bad:
-        msg = f"{what}: failed on rank {', '.join(map(str, bad))}; see the error there"
-        raise InflightError(msg)

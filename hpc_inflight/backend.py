@@ -7,6 +7,7 @@ from typing import Any
 from hpc_inflight import _mpi, flight_recorder, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._c10d_identity import BACKEND, DEVICES
+from hpc_inflight._mpi_agree import agree, run_with_deadline, subset
 from hpc_inflight.communicators.mpi import MPICommunicator
 from hpc_inflight.errors import InflightError, InvalidArgumentError
 from hpc_inflight.process_group import ProcessGroupInflight
@@ -28,13 +29,13 @@ def create(opts: Any, _pg_options: Any = None) -> ProcessGroupInflight:
     flight_recorder.configure(world.rank, world.size)
     work_registry.configure(f"rank {world.rank} of {world.size}")
     if not ranks:
-        _mpi.agree(_world_problem(opts), seconds, "init_process_group")
-        comm = _mpi.run_with_deadline(_mpi.control_comm().Dup, seconds, "init_process_group")
+        agree(_world_problem(opts), seconds, "init_process_group")
+        comm = run_with_deadline(_mpi.control_comm().Dup, seconds, "init_process_group")
     else:
         problem = _map_problem()
         if problem is not None:
             raise problem
-        comm = _mpi.subset(_mpi.control_comm(seconds), ranks, seconds, f"new_group({ranks})")
+        comm = subset(_mpi.control_comm(seconds), ranks, seconds, f"new_group({ranks})")
     communicator = MPICommunicator(comm, str(opts.group_id))
     return ProcessGroupInflight(opts.store, opts.group_rank, opts.group_size, communicator, seconds)
 

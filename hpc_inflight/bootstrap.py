@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from hpc_inflight import _dump_signal, _mpi, failure, group_set, launchers, store, topology, work_registry
+from hpc_inflight._mpi_agree import agree, allgather
 from hpc_inflight.communicators._mpi_worker import inside_mpi
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
@@ -115,12 +116,12 @@ def init(
             work_registry.set_policy(on_unwaited)
         except InflightError as error:
             problem = error
-        _mpi.agree(problem, max(timeout_s, 1.0), "init")
+        agree(problem, max(timeout_s, 1.0), "init")
         try:
             world = _survey(timeout_s, device)
         except InflightError as error:
             problem = error
-        _mpi.agree(problem, timeout_s, "init")
+        agree(problem, timeout_s, "init")
         assert world is not None  # noqa: S101  # for mypy: agree() raised otherwise
         connect = world.device if eager and world.device.type == "cuda" else None
         dist.init_process_group(
@@ -145,7 +146,7 @@ def _survey(timeout_s: float, device: str | None) -> World:
         mask=os.environ.get("CUDA_VISIBLE_DEVICES"),
         library=_mpi.library_line(mpi),
     )
-    places = _mpi.allgather(place, timeout_s, "init")
+    places = allgather(place, timeout_s, "init")
     differs = launchers.library_differs([each.library for each in places])
     if differs is not None:
         raise LaunchError(f"init: {differs}")

@@ -192,6 +192,7 @@ class Lane:
         transport: ``"mpi"`` or ``"nccl"``.
         blocks: A synchronous operation is complete when its call returns; on a GPU it is only launched then.
         enabled: Entries are kept.
+        called: The collective that was begun last, for the watchdog; kept in any case.
         channels: Messages so far per (op, peer, tag), so that the n-th send of a channel meets its n-th receive.
     """
 
@@ -200,6 +201,7 @@ class Lane:
         "_next",
         "_sites",
         "blocks",
+        "called",
         "channels",
         "enabled",
         "group",
@@ -216,6 +218,7 @@ class Lane:
         self.p2p_numbers = itertools.count(1)
         self.channels: dict[tuple[str, int, int], int] = {}
         self.enabled = ring().maxlen != 0
+        self.called = ""
         self._append = ring().append
         self._next = itertools.count(1).__next__
         self._sites = config().call_sites
@@ -236,6 +239,7 @@ class Lane:
         Returns:
             The entry; its caller sets its fate: the time, or what `follow` or `failed` returns.
         """
+        self.called = op
         if not self.enabled:
             return _NOWHERE
         # most have one tensor

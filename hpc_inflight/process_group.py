@@ -328,7 +328,8 @@ class ProcessGroupInflight(Issuer):
 
     def op_of(self, seq: int, device_type: str) -> str:
         """Return the name of a recent collective by its number; empty when it is unknown."""
-        return self._called if seq == self.issued(device_type) else ""
+        lane = self._lane if device_type == "cpu" else self._nccl_lane
+        return lane.called if seq == self.issued(device_type) else ""
 
     def failed(self) -> tuple[Completion, float] | None:
         """Return the first enqueued operation on CPU tensors that has failed, if any has, and when."""
@@ -342,12 +343,17 @@ class ProcessGroupInflight(Issuer):
     def running(self) -> tuple[str, int, float, float, str] | None:
         """Return op, number, begin, timeout in seconds and type of device of what runs in its caller, if anything does.
 
-        NCCL enqueues and returns, but for a first use, when it connects the ranks: then it blocks until they come.
+        NCCL enqueues and returns, but where it connects ranks that have not met before: it blocks until they come.
         """
         began = self._comm.called_at
         if began:
-            return self._called, self._comm.seq + 1, began, self._timeout_s, "cpu"
-        row = None if self._nccl is None else self._nccl_lane.issuing()
+            return self._lane.called, self._comm.seq + 1, began, self._timeout_s, "cpu"
+        if self._nccl is None:
+            return None
+        block = self._nccl.launching
+        if block is not None:
+            return block.op, block.seq, block.issued_at, block.timeout_s, "cuda"
+        row = self._nccl_lane.issuing()
         return None if row is None else (row[2], self._nccl.seq, row[6], self._timeout_s, "cuda")
 
     def shape_of(self, work: Completion) -> str:
@@ -359,7 +365,7 @@ class ProcessGroupInflight(Issuer):
         works = self.pending_works()
         if self._nccl is None or self._closed:
             return works
-        left = self._nccl.synchronous(self._called, self._timeout_s)
+        left = self._nccl.synchronous(self._nccl_lane.called, self._timeout_s)
         return works if left is None else sorted([*works, left], key=lambda work: work.issued_at)
 
     def is_idle(self) -> bool:

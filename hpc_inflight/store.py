@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import parse_qs, urlparse
 
 from hpc_inflight import _mpi
+from hpc_inflight._mpi_agree import agree, run_with_deadline
+from hpc_inflight._poll import poll
 from hpc_inflight._store_table import Table
 from hpc_inflight._torch_compat import BaseStore, PrefixStore
 from hpc_inflight._torch_compat import register_rendezvous as register_rendezvous_handler
@@ -129,7 +131,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
                 found.append(message.recv())
             return bool(found)
 
-        if not _mpi.poll(arrived, timeout_s + _GRACE_S):
+        if not poll(arrived, timeout_s + _GRACE_S):
             self._sending.append(request)
             msg = f"MPIStore.{call}: rank 0 did not answer within {timeout_s + _GRACE_S:g} s; it has ended or is stuck"
             raise StoreError(msg)
@@ -253,7 +255,7 @@ class MPIStore(BaseStore):  # type: ignore[misc]  # torch's stubs leave it Any
             return True
         self._closed = True
         request = self._comm.Ibarrier()
-        together = _mpi.poll(request.Test, timeout_s)
+        together = poll(request.Test, timeout_s)
         self._stop.set()
         if self._server is not None:
             self._server.join(_LAST_CALL_S)
@@ -285,7 +287,7 @@ def default_store(timeout_s: float) -> MPIStore:
     with _lock:
         if _current is None:
             world = _mpi.control_comm(timeout_s)
-            comm = _mpi.run_with_deadline(world.Dup, timeout_s, "making the MPI store")
+            comm = run_with_deadline(world.Dup, timeout_s, "making the MPI store")
             _current = MPIStore(comm)
         return _current
 
@@ -313,7 +315,7 @@ def _rendezvous(url: str, timeout: timedelta = timedelta(seconds=300), **_: Any)
                 f"pid {os.getpid()}); leave rank and world_size out with init_method='mpi://'"
             )
             break
-    _mpi.agree(problem, seconds, "init_process_group(init_method='mpi://')")
+    agree(problem, seconds, "init_process_group(init_method='mpi://')")
     store = default_store(seconds)
     # the keys of an earlier default group must not be taken for those of this one
     yield PrefixStore(f"init{next(_generation)}", store), rank, size

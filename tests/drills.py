@@ -12,7 +12,7 @@ import uuid
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from hpc_inflight.testing.launch import run_ranks
 
@@ -45,29 +45,37 @@ class Ended:
     dumps: tuple[str, ...]
 
 
+class Run(Protocol):
+    """A program that has ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
 def drill(ranks: int, argv: Sequence[str], env: Mapping[str, str]) -> Ended:
     """Run ``python *argv`` on some ranks until the job ends, and end what it left behind.
 
     Raises:
         RanksTimeoutError: The job did not end.
     """
+    return observe(lambda more: run_ranks(ranks, argv, env={**more, **env}, timeout_s=400))  # past it it would be stuck
+
+
+def observe(run: Callable[[Mapping[str, str]], Run]) -> Ended:
+    """Call what runs a job with these variables, and end what it left behind."""
     name = uuid.uuid4().hex
     with tempfile.TemporaryDirectory() as directory:
         mark, dumps = Path(directory, "mark"), Path(directory, "dumps")
         started = time.time()
-        run = run_ranks(
-            ranks,
-            argv,
-            env={_NAME: name, MARK: str(mark), "HPC_INFLIGHT_DUMP_DIR": str(dumps), **env},
-            timeout_s=400,  # past it the job would be stuck
-        )
+        ended = run({_NAME: name, MARK: str(mark), "HPC_INFLIGHT_DUMP_DIR": str(dumps)})
         failed = mark.stat().st_mtime if mark.exists() else started
         seconds = time.time() - failed
         left = _survivors(name)
         return Ended(
-            run.returncode,
-            run.stdout,
-            run.stderr,
+            ended.returncode,
+            ended.stdout,
+            ended.stderr,
             seconds,
             left,
             tuple(sorted(file.name for file in dumps.glob("*"))),

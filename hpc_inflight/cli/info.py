@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 import hpc_inflight as hi
-from hpc_inflight import _mpi, launchers
+from hpc_inflight import launchers
+from hpc_inflight._mpi_agree import allgather
 from hpc_inflight.cli import _info_checks, _info_facts
 from hpc_inflight.cli._info_checks import Status
 
@@ -37,11 +38,11 @@ def info(
     except hi.InflightError as error:
         _report_no_world(error, as_json=as_json)
         return
-    facts = _mpi.allgather(_info_facts.gather(world), _TIMEOUT_S, "info")
+    facts = allgather(_info_facts.gather(world), _TIMEOUT_S, "info")
     # the same on every rank, for they are collectives: init() refuses a world in which some ranks have a GPU
     kinds = ["cpu", *(["cuda"] if world.device.type == "cuda" else [])]
     mine = [_info_facts.time_all_reduce(world, kind) for kind in kinds]
-    timings = _mpi.allgather(mine, _TIMEOUT_S, "info")
+    timings = allgather(mine, _TIMEOUT_S, "info")
     rank = world.rank
     hi.finalize(timeout_s=_TIMEOUT_S)
     if rank == 0:

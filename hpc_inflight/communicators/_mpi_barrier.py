@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, NoReturn, Protocol
 
 from hpc_inflight import _mpi, _on_failure
+from hpc_inflight._poll import poll
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ def barrier(group: Group, timeout_s: float) -> Operation:
     def run() -> None:
         comm = group.comm
         request = comm.Ibarrier()
-        if not _mpi.poll(request.Test, timeout_s):
+        if not poll(request.Test, timeout_s):
             _mpi.abandon(request)
             _fail(
                 group,
@@ -103,7 +104,7 @@ def _send(comm: MPI.Intracomm, flag: bool, rank: int, tag: int) -> None:
 def _receive(comm: MPI.Intracomm, rank: int, tag: int, timeout_s: float) -> bool | None:
     flag = bytearray(1)
     request = comm.Irecv([flag, 1, _mpi.mpi().BYTE], rank, tag)
-    if _mpi.poll(request.Test, timeout_s):
+    if poll(request.Test, timeout_s):
         return bool(flag[0])
     request.Cancel()
     status = _mpi.mpi().Status()

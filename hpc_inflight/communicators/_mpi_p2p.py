@@ -6,7 +6,8 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight._mpi import abandon, mpi, poll, thread_multiple
+from hpc_inflight._mpi import abandon, mpi, thread_multiple
+from hpc_inflight._poll import poll
 from hpc_inflight.flight_recorder import Message
 from hpc_inflight.work import Completion
 

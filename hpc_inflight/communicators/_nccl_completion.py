@@ -7,7 +7,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hpc_inflight import group_set
-from hpc_inflight._mpi import poll
+from hpc_inflight._poll import poll
 from hpc_inflight._torch_compat import NO_TIMEOUT, timeout_s
 from hpc_inflight.errors import InflightError
 from hpc_inflight.work import Completion

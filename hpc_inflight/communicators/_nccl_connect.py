@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from hpc_inflight import _mpi, _on_failure
+from hpc_inflight._poll import poll
 from hpc_inflight.errors import CollectiveTimeout, GroupDestroyedError, InflightError, NCCLError, NCCLUnavailableError
 
 if TYPE_CHECKING:
@@ -83,7 +84,7 @@ class Meeting:
         def over() -> bool:
             return done() or _exiting.is_set() or self.stopped()
 
-        there = _mpi.poll(over, max(0.0, self.deadline + extra_s - time.monotonic()))
+        there = poll(over, max(0.0, self.deadline + extra_s - time.monotonic()))
         if there and (_exiting.is_set() or self.stopped()):
             raise GroupDestroyedError(
                 f"{self.what}: the group was destroyed, or the program ends, before all ranks came"

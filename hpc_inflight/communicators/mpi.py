@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 
 from hpc_inflight import _mpi, group_set
+from hpc_inflight._mpi_agree import subset
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_barrier
 from hpc_inflight.communicators import _mpi_buffers as buf
@@ -214,7 +215,7 @@ class MPICommunicator(Mover):
 
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> MPICommunicator:
         """See `Communicator.split`."""
-        return MPICommunicator(_mpi.subset(self.comm, ranks, timeout_s, f"split_group({list(ranks)})"), name)
+        return MPICommunicator(subset(self.comm, ranks, timeout_s, f"split_group({list(ranks)})"), name)
 
     def shutdown(self, timeout_s: float) -> None:
         """See `Communicator.shutdown`; raises `DrainTimeout` when works are still pending at the deadline."""

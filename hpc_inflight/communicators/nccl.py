@@ -5,27 +5,22 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
-import logging
 import threading
 import time
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 
 from hpc_inflight import _cupy, _mpi, group_set
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion, may_ask_and_is_done
 from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
-from hpc_inflight.communicators._nccl_move import Mover
+from hpc_inflight.communicators._nccl_life import Life
 from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
 from hpc_inflight.communicators._nccl_stream import LARGE, Stream, run_here
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.config import config
 from hpc_inflight.errors import (
     CaptureError,
-    CollectiveTimeout,
-    CommunicatorAborted,
-    DrainTimeout,
-    GroupDestroyedError,
     InflightError,
     InvalidArgumentError,
     NCCLError,
@@ -44,12 +39,8 @@ if TYPE_CHECKING:
     from hpc_inflight.communicators.base import Operation
 
 OWN_TAGS = 2 * TAGS  # that the group's MPI communicator keeps for this module
-_END_S = 10.0  # for NCCL to destroy or abort a communicator
-_LAUNCH_S = 1.0  # for a launch to return that is under way then; it takes longer where NCCL waits for other ranks
 _NO_STREAM = -1
 _DONE = DoneWork()
-_left_behind: list[list[Stream]] = []
-_log = logging.getLogger(__name__)
 
 
 class _Seen(Completion):
@@ -59,7 +50,24 @@ class _Seen(Completion):
     __slots__ = ()
 
 
-class NCCLCommunicator(Mover):
+def _equip(runtime: _cupy.Runtime, index: int) -> tuple[Stream, int, torch.Tensor]:
+    """Return a stream, an event to record behind synchronous operations, and a tensor for a barrier in a capture.
+
+    The memory of one made in the capture would belong to the graph.
+
+    Raises:
+        NCCLUnavailableError: Anything failed; before the ranks connect, so that all learn of it.
+    """
+    try:
+        runtime.uuid(index)  # CuPy says in a line that there is no such device, torch in a paragraph
+        with runtime.on_device(index):
+            stream = Stream(runtime, index, lambda: None)
+            return stream, stream.own_event(), runtime.zeros(index)
+    except Exception as error:
+        raise NCCLUnavailableError(str(error) or type(error).__name__) from error
+
+
+class NCCLCommunicator(Life):
     """One group's NCCL communicator on one device; see `hpc_inflight.communicators.base.Communicator`.
 
     Operations are launched in the caller: an asynchronous one on the communication stream, behind what the current
@@ -79,6 +87,7 @@ class NCCLCommunicator(Mover):
 
     Attributes:
         seq: Number of collectives issued so far.
+        launching: The block of calls that is being launched at the moment, in which NCCL may wait for other ranks.
     """
 
     def __init__(
@@ -99,13 +108,15 @@ class NCCLCommunicator(Mover):
                     "issue a collective on a CUDA tensor of the group before the capture, or make it with device_id"
                 )
                 raise InvalidArgumentError(msg)
+            stream, self._here, self._token = _equip(runtime, index)
         except NCCLUnavailableError as error:
             runtime = error
         ranks = range(comm.size)
         meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s, stopped)
         nccl = connect(meeting, runtime, index)
-        super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name)
+        super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name, stream)
         self.seq = 0
+        self.launching: Completion | None = None
         runtime = self.runtime
         self._current_stream, self._current_device = runtime.current_stream, runtime.current_device
         self._capturing, self._record = runtime.capturing, runtime.event_record
@@ -114,13 +125,8 @@ class NCCLCommunicator(Mover):
         self._timeout_s = timeout_s
         self._numbers = itertools.count(1)  # next() of it is atomic
         self._p2p_numbers = itertools.count(1)
-        self._unusable: InflightError | None = None  # why, once it is
-        self._stopping = False  # nothing is waited for any more
         self._left = self._past = 0  # the last synchronous operation, and the last that is known to be complete
         self._seen: _Seen | None = None
-        self._ended = threading.Event()
-        self._lock = threading.Lock()
-        self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
         self._max_pending = config().max_pending
         self._block: list[Launch] | None = None  # of the block of calls that is being collected, see begin_block
         self._block_work: LateCompletion | None = None
@@ -128,13 +134,6 @@ class NCCLCommunicator(Mover):
         self._block_outputs: list[torch.Tensor] = []
         self._block_inputs: list[torch.Tensor] = []
         self._block_streams: set[int] = set()
-        with self.runtime.on_device(index):
-            self._stream = self._new_stream(nccl)
-            self._here = self._stream.own_event()  # behind the last synchronous operation
-            self._token = self.runtime.zeros(index)  # not in a capture, whose memory belongs to the graph
-
-    def _new_stream(self, nccl: Any, *, in_order: bool = True) -> Stream:
-        return Stream(self.runtime, self._index, functools.partial(self.runtime.check, nccl), in_order=in_order)
 
     # issuing ------------------------------------------------------------------------------------------------
 
@@ -234,10 +233,6 @@ class NCCLCommunicator(Mover):
             )
             raise CaptureError(msg)
 
-    def _refuse(self) -> NoReturn:
-        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have looked
-        raise type(self._unusable)(str(self._unusable))
-
     # blocks of calls ----------------------------------------------------------------------------------------
 
     def begin_block(self) -> None:
@@ -275,6 +270,8 @@ class NCCLCommunicator(Mover):
             others = self._block_streams - {caller}
             # no one stream's wait makes the memory of several streams safe
             late.hold(keep, _NO_STREAM if others else caller)
+            late.issued_at = time.monotonic()  # not when its first call was collected
+            self.launching = late
             try:
                 if others:
                     self._stream.follow(others)
@@ -282,6 +279,8 @@ class NCCLCommunicator(Mover):
             except Exception as error:
                 late.finish(error)
                 raise
+            finally:
+                self.launching = None
         late.launched()
         return Work(late, outputs)
 
@@ -351,7 +350,8 @@ class NCCLCommunicator(Mover):
     def _new_pair(self, key: tuple[int, int]) -> Pair | Loopback:
         src, dst = key
         if src == dst:
-            return Loopback(self._new_stream(self._nccl, in_order=False), f"rank {src} to issue the other end")
+            stream = Stream(self.runtime, self._index, self._stream.check, in_order=False)
+            return Loopback(stream, f"rank {src} to issue the other end")
         what = f"NCCL for messages from rank {src} to {dst} of group {self.name}"
 
         def meet() -> Any:
@@ -372,18 +372,7 @@ class NCCLCommunicator(Mover):
         )
         return pair
 
-    # life ---------------------------------------------------------------------------------------------------
-
-    def _streams(self) -> list[Stream]:
-        return [self._stream, *(pair.stream for pair in list(self._pairs.values()))]
-
-    def pending_works(self) -> list[Completion]:
-        """See `Communicator.pending_works`."""
-        found: list[Completion] = []
-        for stream in self._streams():
-            stream.retire()
-            found += [completion for completion in list(stream.pending) if not completion.poll()]
-        return sorted(found, key=lambda completion: completion.issued_at)
+    # captures and barriers ----------------------------------------------------------------------------------
 
     def capturing(self) -> bool:
         """Say whether the current stream is being captured into a CUDA graph."""
@@ -410,122 +399,3 @@ class NCCLCommunicator(Mover):
                 work.block(max(0.0, deadline - time.monotonic()))
 
         return run
-
-    def shutdown(self, timeout_s: float) -> None:
-        """Wait for pending works and destroy the communicators; see `Communicator.shutdown`.
-
-        Raises:
-            DrainTimeout: Works were still pending at the deadline; the communicators were aborted.
-        """
-        deadline = time.monotonic() + timeout_s
-        text = f"group {self.name} was destroyed; make a new group, or issue before destroying it"
-        self._unusable = self._unusable or GroupDestroyedError(text)
-        late: CollectiveTimeout | None = None
-        try:
-            for work in self.pending_works():
-                work.block(max(0.0, deadline - time.monotonic()))
-        except CollectiveTimeout as error:
-            late = error
-            self._fail_pending()
-        self._end(abort=late is not None)
-        if late is not None:
-            raise DrainTimeout(f"destroying group {self.name}: {late}") from None
-
-    def is_idle(self) -> bool:
-        """See `Communicator.is_idle`."""
-        stream = self._stream
-        # the lock first: who holds it may be about to enqueue; who takes it later finds the gate closed
-        if stream.lock.locked() or stream.pending or self._unusable is not None:
-            return False
-        return not self._pairs or not any(
-            pair.stream.lock.locked() or pair.stream.pending for pair in list(self._pairs.values())
-        )
-
-    def quiesce(self, timeout_s: float) -> bool:
-        """See `Communicator.quiesce`."""
-        deadline = time.monotonic() + min(timeout_s, threading.TIMEOUT_MAX)
-        quiet = True
-        for stream in self._streams():
-            quiet = stream.lock.acquire(timeout=max(0.0, deadline - time.monotonic()))
-            if not quiet:
-                break
-            stream.lock.release()
-        if self._unusable is not None:
-            raise CommunicatorAborted(str(self._unusable)) from self._unusable
-        return quiet
-
-    def check(self) -> None:
-        """Raise what NCCL has found wrong since."""
-        for stream in self._streams():
-            stream.check()
-
-    def abort(self, error: InflightError | None = None) -> None:
-        """End what is running and refuse the rest; see `Communicator.abort`."""
-        if self._unusable is None:
-            self._unusable = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
-            self._fail_pending()
-            self._end(abort=True)
-
-    def _fail_pending(self) -> None:
-        """Fail what is pending, before an abort ends it on the device, which looks like completion."""
-        assert self._unusable is not None  # noqa: S101  # for mypy: its callers have set it
-        for stream in self._streams():
-            for completion in list(stream.pending):
-                completion.fail(self._unusable)
-
-    def _end(self, *, abort: bool) -> None:
-        """Destroy or abort all communicators, once; after an abort, which another thread may be at, wait for that."""
-        with self._lock:
-            first, self._stopping = not self._stopping, True
-        if not first:
-            self._ended.wait(2 * _END_S)
-            return
-        try:
-            self._end_all(abort=abort)
-        finally:
-            self._ended.set()
-
-    def _end_all(self, *, abort: bool) -> None:
-        """Do so in threads: NCCL may never return, and offers no deadline."""
-        assert self._unusable is not None  # noqa: S101  # for mypy: whoever ends it has said why
-        streams, deadline = self._streams(), time.monotonic() + _LAUNCH_S
-        busy = [s for s in streams if not s.refuse(self._unusable, max(0.0, deadline - time.monotonic()))]
-        if busy or any(s.failed for s in streams):
-            abort = True  # NCCL destroys nothing that is in use, or has failed
-        if abort:
-            self._fail_pending()  # what was just being launched, too
-        how = self.runtime.abort if abort else self.runtime.destroy
-        for pair in list(self._pairs.values()):
-            pair.stop(_END_S)
-        ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
-        runtime, index = self.runtime, self._index
-
-        def run(nccl: Any) -> None:
-            try:
-                runtime.settle_device(index)
-                how(nccl)
-            except Exception as error:  # noqa: BLE001  # CuPy raises what it likes; out of here it would end the job
-                _log.warning("group %s: NCCL failed to end a communicator: %s", self.name, error)
-
-        # all at once: NCCL may wait for the peer of each, and the peers know them in other orders
-        name = f"hpc_inflight-end-{self.name}"
-        threads = [threading.Thread(target=run, args=(nccl,), name=name, daemon=True) for nccl in ended]
-        deadline = time.monotonic() + _END_S
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
-        self._pairs = {}
-        left = sum(thread.is_alive() for thread in threads)
-        if left:
-            _log.warning(
-                "group %s: NCCL did not end %d of %d communicators within %g s; they are left behind",
-                self.name,
-                left,
-                len(threads),
-                _END_S,
-            )
-            _left_behind.append(streams)  # with the tensors that it may still be using
-            return
-        for stream in streams:
-            stream.failed.clear()

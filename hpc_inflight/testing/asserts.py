@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight._mpi import allgather
+from hpc_inflight._mpi_agree import allgather
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -14,19 +14,13 @@ import torch.distributed as dist
 import hpc_inflight as hi
 from hpc_inflight import _cupy
 from hpc_inflight.testing import gather_on_all_ranks
-from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from hpc_inflight.testing.fake_nccl import FakeRuntime
+
 NOT_AFFECTED = "; CPU tensors of the group are not affected"
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    made = FakeRuntime()
-    monkeypatch.setattr(_cupy, "_runtime", made)
-    return made
 
 
 @pytest.fixture
@@ -75,6 +69,15 @@ def test_one_rank_without_a_device(runtime: FakeRuntime, group: Any, rank: int) 
     if rank == 0:
         runtime.uuid = no_device  # type: ignore[method-assign]
     refused(group, hi.NCCLUnavailableError, r"rank 0 on .*: cudaErrorInvalidDevice")
+
+
+def test_one_rank_without_memory_on_its_device(runtime: FakeRuntime, group: Any, rank: int, size: int) -> None:
+    def no_memory(_index: int) -> torch.Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    if rank == size - 1:
+        runtime.zeros = no_memory  # type: ignore[method-assign]
+    refused(group, hi.NCCLUnavailableError, rf"rank {size - 1} on .*: CUDA out of memory")
 
 
 @pytest.mark.mpi(min_size=2)

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from hpc_inflight import _cupy, group_set
-from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.errors import (
     CommunicatorAborted,
@@ -25,34 +24,10 @@ from hpc_inflight.errors import (
 )
 from hpc_inflight.testing import wait_until
 from hpc_inflight.testing.fake_nccl import FakeRuntime
+from tests.nccl import ALONE, SUM, closed_gate, issue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-SUM = Reduction("SUM")
-ALONE: Any = SimpleNamespace(rank=0, size=1)
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    made = FakeRuntime()
-    monkeypatch.setattr(_cupy, "_runtime", made)
-    return made
-
-
-@pytest.fixture
-def comm(runtime: FakeRuntime) -> Iterator[NCCLCommunicator]:
-    made = NCCLCommunicator(ALONE, 0, "g", -1, 10.0)
-    runtime.log.clear()
-    yield made
-    runtime.fail = lambda _name: None
-    runtime.is_capturing = False
-    made.shutdown(5.0)
-    assert not runtime.open_groups()
-
-
-def issue(comm: NCCLCommunicator, *tensors: torch.Tensor) -> Any:
-    return comm.enqueue("all_reduce", [comm.all_reduce(t, SUM) for t in tensors], tensors, 10.0)
 
 
 # aborts ---------------------------------------------------------------------------------------------------------
@@ -91,7 +66,7 @@ def test_what_was_pending_when_a_group_was_destroyed_has_failed(comm: NCCLCommun
 def test_tensors_stay_while_an_abort_hangs(
     comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hpc_inflight.communicators.nccl._END_S", 0.1)
+    monkeypatch.setattr("hpc_inflight.communicators._nccl_life._END_S", 0.1)
     gate = threading.Event()
     comm._stream._stream.put(gate.wait)
     tensor = torch.ones(4)
@@ -171,36 +146,25 @@ def test_what_waits_for_its_turn_while_the_group_is_destroyed_touches_nothing(
         except GroupDestroyedError as error:
             caught.append(error)
 
-    drained, may_open = threading.Event(), threading.Event()
-
-    def drain() -> None:
-        group_set.gate.close()
-        drained.set()
-        may_open.wait(30)
-        group_set.gate.open()
-
-    drainer = threading.Thread(target=drain)
-    drainer.start()
-    assert drained.wait(30)
-    lock = comm._stream.lock
-    if synchronous:
-        lock.acquire()
-    issuer = threading.Thread(target=launch)
-    issuer.start()
-    issuer.join(0.2)
-    assert issuer.is_alive()
-    if synchronous:
-        ending = threading.Thread(target=comm.shutdown, args=(5.0,))
-        ending.start()
-        wait_until(lambda: comm._unusable is not None)
-        lock.release()
-        ending.join(30)
-    else:
-        comm.shutdown(5.0)
-    runtime.log.clear()
-    may_open.set()
-    issuer.join(30)
-    drainer.join(30)
+    with closed_gate() as open_gate:
+        lock = comm._stream.lock
+        if synchronous:
+            lock.acquire()
+        issuer = threading.Thread(target=launch)
+        issuer.start()
+        issuer.join(0.2)
+        assert issuer.is_alive()
+        if synchronous:
+            ending = threading.Thread(target=comm.shutdown, args=(5.0,))
+            ending.start()
+            wait_until(lambda: comm._unusable is not None)
+            lock.release()
+            ending.join(30)
+        else:
+            comm.shutdown(5.0)
+        runtime.log.clear()
+        open_gate()
+        issuer.join(30)
     assert len(caught) == 1
     assert runtime.log == []
 
@@ -233,7 +197,7 @@ def test_an_abort_does_not_wait_for_a_launch_that_blocks(
     comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """NCCL blocks a first use until the other ranks come, and only an abort ends that."""
-    monkeypatch.setattr("hpc_inflight.communicators.nccl._LAUNCH_S", 0.1)
+    monkeypatch.setattr("hpc_inflight.communicators._nccl_life._LAUNCH_S", 0.1)
     inside, aborted = threading.Event(), threading.Event()
 
     def hold(name: str) -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpc_inflight import _cupy, group_set
+from hpc_inflight import _cupy, flight_recorder, group_set
 from hpc_inflight.communicators._nccl_stream import LARGE
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
@@ -28,35 +28,13 @@ from hpc_inflight.errors import (
     NCCLUnavailableError,
     UnsupportedError,
 )
+from hpc_inflight.flight_recorder import Lane
+from hpc_inflight.process_group import ProcessGroupInflight
 from hpc_inflight.testing import wait_until
-from hpc_inflight.testing.fake_nccl import FakeRuntime
+from tests.nccl import SUM, closed_gate, issue
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-SUM = Reduction("SUM")
-
-
-@pytest.fixture
-def runtime(monkeypatch: pytest.MonkeyPatch) -> FakeRuntime:
-    made = FakeRuntime()
-    monkeypatch.setattr(_cupy, "_runtime", made)
-    return made
-
-
-@pytest.fixture
-def comm(runtime: FakeRuntime) -> Iterator[NCCLCommunicator]:
-    alone: Any = SimpleNamespace(rank=0, size=1)
-    made = NCCLCommunicator(alone, 0, "g", -1, 10.0)
-    runtime.log.clear()
-    yield made
-    runtime.fail = lambda _name: None
-    made.shutdown(5.0)
-    assert not runtime.open_groups()
-
-
-def issue(comm: NCCLCommunicator, *tensors: torch.Tensor) -> Any:
-    return comm.enqueue("all_reduce", [comm.all_reduce(t, SUM) for t in tensors], tensors, 10.0)
+    from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 
 def test_an_asynchronous_operation_is_ordered_on_both_sides(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
@@ -430,7 +408,7 @@ def test_a_handle_is_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_abort_that_hangs_is_left_behind(
     runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("hpc_inflight.communicators.nccl._END_S", 0.1)
+    monkeypatch.setattr("hpc_inflight.communicators._nccl_life._END_S", 0.1)
     alone: Any = SimpleNamespace(rank=0, size=1)
     comm = NCCLCommunicator(alone, 0, "g", -1, 10.0)
     gate = threading.Event()
@@ -485,26 +463,15 @@ def test_what_passed_the_gate_before_it_closed_is_seen_by_the_drain(
 def test_what_comes_to_the_closed_gate_is_launched_when_it_opens(
     comm: NCCLCommunicator, runtime: FakeRuntime, op: str
 ) -> None:
-    closed, may_open = threading.Event(), threading.Event()
-
-    def drain() -> None:
-        group_set.gate.close()
-        closed.set()
-        may_open.wait(30)
-        group_set.gate.open()
-
-    drainer = threading.Thread(target=drain)
-    drainer.start()
-    assert closed.wait(30)
     call = {"collective": lambda: issue(comm, torch.ones(4)), "message": lambda: comm.send(torch.ones(4), 0, 0, 10.0)}
-    issuer = threading.Thread(target=call[op])
-    issuer.start()
-    issuer.join(0.2)
-    assert issuer.is_alive()
-    assert comm.is_idle()
-    may_open.set()
-    issuer.join(30)
-    drainer.join(30)
+    with closed_gate() as open_gate:
+        issuer = threading.Thread(target=call[op])
+        issuer.start()
+        issuer.join(0.2)
+        assert issuer.is_alive()
+        assert comm.is_idle()
+        open_gate()
+        issuer.join(30)
     assert not comm.is_idle()
     if op == "message":
         comm.recv(torch.ones(4), 0, 0, 10.0)
@@ -538,6 +505,46 @@ def test_the_watchdog_sees_what_synchronous_operations_leave_on_their_stream(
     held.set()
     wait_until(lambda: comm.synchronous("all_reduce", 5.0) is None)
     runtime.use_stream(None)
+
+
+def test_the_watchdog_sees_a_block_of_calls_whose_launch_waits_for_other_ranks(
+    comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peers_come = threading.Event()
+    end = runtime.group_end
+    monkeypatch.setattr(runtime, "group_end", lambda: (peers_come.wait(), end()))
+    mpi, lane = SimpleNamespace(called_at=0.0), SimpleNamespace(issuing=lambda: None)
+    group: Any = SimpleNamespace(_comm=mpi, _nccl=comm, _nccl_lane=lane, _timeout_s=10.0)
+
+    def launch() -> None:
+        comm.begin_block()
+        issue(comm, torch.ones(4))
+        issue(comm, torch.ones(4))
+        comm.end_block()
+
+    assert ProcessGroupInflight.running(group) is None
+    thread = threading.Thread(target=launch)
+    thread.start()
+    wait_until(lambda: ProcessGroupInflight.running(group) is not None)
+    running = ProcessGroupInflight.running(group)
+    assert running is not None
+    assert (running[0], running[1], *running[3:]) == ("coalesced", 1, 10.0, "cuda")
+    peers_come.set()
+    thread.join(30)
+    assert ProcessGroupInflight.running(group) is None
+
+
+def test_the_watchdog_names_the_operation_on_the_tensors_that_it_asks_about() -> None:
+    nccl, mpi = (Lane(flight_recorder.Group(0, 2, 10.0), transport) for transport in ("nccl", "mpi"))
+    group: Any = SimpleNamespace(_lane=mpi, _nccl_lane=nccl, issued=lambda kind: {"cuda": 1, "cpu": 2}[kind])
+    nccl.begin("all_reduce", [torch.ones(1)])
+    mpi.begin("broadcast", [torch.ones(1)])
+    mpi.begin("barrier", ())  # of a group on both
+    assert [ProcessGroupInflight.op_of(group, *at) for at in ((1, "cuda"), (2, "cpu"), (1, "cpu"))] == [
+        "all_reduce",
+        "barrier",
+        "",
+    ]
 
 
 def test_the_watchdog_looks_at_works_while_another_thread_is_inside_a_launch(comm: NCCLCommunicator) -> None:
