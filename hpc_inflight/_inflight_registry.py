@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from datetime import timedelta
 
+    from hpc_inflight._inflight_storage import Token
+
 _T = TypeVar("_T")
 
 _SWEEP_PER_REGISTRATION = 2  # more than one, so that the sweep gains on the issuer
@@ -105,7 +107,7 @@ class Registry:
         if gone:
             self._purge(gone)
 
-    def _remove(self, entry: Entry, me: object) -> list[Storage]:
+    def _remove(self, entry: Entry, me: Token) -> list[Storage]:
         """Remove a work's records and return the storages that this thread has to purge now."""
         records, entry.records = entry.records, {}
         gone = []
@@ -122,7 +124,7 @@ class Registry:
                     self._forget(storage)
         return gone
 
-    def _take(self, storage: Storage, me: object) -> tuple[list[Entry], list[Storage]]:
+    def _take(self, storage: Storage, me: Token) -> tuple[list[Entry], list[Storage]]:
         """Remove the works of a storage if they all have succeeded, as most have when a wait comes.
 
         Returns:
@@ -218,7 +220,7 @@ class Registry:
                 break
         return operator(tensor)
 
-    def _settle(self, tensor: torch.Tensor, key: int, me: object) -> tuple[Storage, bool, list[Storage]]:
+    def _settle(self, tensor: torch.Tensor, key: int, me: Token) -> tuple[Storage, bool, list[Storage]]:
         """Wait for the works of a tensor's storage, remove them, and make this thread its purger if none is left.
 
         Returns:
@@ -310,7 +312,13 @@ class Registry:
             key = next(self._round, None)
         return None if key is None else self._storages.get(key)
 
-    def _sweep(self, limit: int, me: object) -> list[Storage]:
+    def _give_up_if_out_of_reach(self, storage: Storage) -> None:
+        """Let go of a storage whose handles are all of threads that have ended: torch keeps them, and pops none."""
+        if all(thread.ended for thread in storage.in_torch.values()):
+            del self._storages[storage.key]
+            storage.alias = torch.empty(0)
+
+    def _sweep(self, limit: int, me: Token) -> list[Storage]:
         """Look at some storages, remove what nobody can wait for, and return what this thread has to purge now."""
         gone = []
         for _ in range(min(limit, len(self._storages))):
@@ -321,6 +329,8 @@ class Registry:
                 if compat.WAIT_TENSOR_FINDS_EVERY_THREAD or me in storage.in_torch.values():
                     storage.purger = me
                     gone.append(storage)
+                else:
+                    self._give_up_if_out_of_reach(storage)
                 continue
             if compat.storage_is_shared(storage.alias):
                 continue

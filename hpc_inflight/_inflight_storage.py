@@ -27,16 +27,37 @@ if TYPE_CHECKING:
     from hpc_inflight.work import Completion
 
 
+class Token:
+    """A thread's name here, never used again by another, as the system's own numbers are.
+
+    Attributes:
+        ended: The thread has.
+    """
+
+    ended = False
+
+
+class _Life:
+    """Goes with its thread."""
+
+    def __init__(self, token: Token) -> None:
+        self._token = token
+
+    def __del__(self) -> None:
+        self._token.ended = True
+
+
 class _Thread(threading.local):
     """What the running thread is known by here.
 
     Attributes:
-        token: Never used again by another thread, as the system's own numbers are.
+        token: Its name.
         scope: Counts what is registered by this thread and lost, for a context that wants to know.
     """
 
     def __init__(self) -> None:
-        self.token = object()
+        self.token = Token()
+        self._life = _Life(self.token)
         self.scope: Tally | None = None
 
 
@@ -66,7 +87,7 @@ class Slot:
 
     __slots__ = ("idle", "thread")
 
-    def __init__(self, thread: object) -> None:
+    def __init__(self, thread: Token) -> None:
         self.idle = 0
         self.thread = thread
 
@@ -92,12 +113,12 @@ class Storage:
         self.alias = compat.alias_of(tensor)
         self.key = key
         self.live: dict[Record, None] = {}
-        self.slots: dict[object, Slot] = {}
-        self.in_torch: dict[int, object] = {}
+        self.slots: dict[Token, Slot] = {}
+        self.in_torch: dict[int, Token] = {}
         self.purger: object = None
         self.swallowed = False
 
-    def stand_in(self, thread: object) -> Slot:
+    def stand_in(self, thread: Token) -> Slot:
         """Return the slot of one handle of this thread that stands for nothing else, from now on for a record."""
         slot = self.slots.get(thread)
         if slot is not None and slot.idle and not compat.registers_elsewhere():
@@ -105,7 +126,7 @@ class Storage:
             return slot
         return self.add_handle(thread)
 
-    def add_handle(self, thread: object) -> Slot:
+    def add_handle(self, thread: Token) -> Slot:
         """Give torch one more handle, from this thread, and return its slot."""
         slot = self.slots.get(thread)
         if slot is None:
@@ -118,7 +139,7 @@ class Storage:
         self.in_torch[id(handle)] = thread
         return slot
 
-    def put_back(self, thread: object) -> None:
+    def put_back(self, thread: Token) -> None:
         """Make sure that a ``wait_tensor`` finds a handle, after one was taken while there are live records."""
         if not (self.slots if compat.WAIT_TENSOR_FINDS_EVERY_THREAD else thread in self.slots):
             self.add_handle(thread).idle += 1

@@ -51,9 +51,9 @@ profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
 WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
-# torch's registry is per thread; seen on 2.13 and 2.14: the operator looks into every thread's part, and pops the first
-# that has the storage. Where it was not tried, only the thread's own part is counted on.
-WAIT_TENSOR_FINDS_EVERY_THREAD: Final = _TORCH >= (2, 13)
+# torch's registry is per thread; from 2.11 on the operator looks into every thread's part, and pops the first that has
+# the storage; on 2.8 and 2.10 only into its own thread's (2.9 was not tried)
+WAIT_TENSOR_FINDS_EVERY_THREAD: Final = _TORCH >= (2, 11)
 
 _OP_TYPES: Final = {
     name: getattr(_c10d.ReduceOp.RedOpType, name)
