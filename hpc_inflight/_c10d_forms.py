@@ -20,7 +20,7 @@ def options(opts: Any) -> Any:
 
 
 def is_async(opts: Any) -> bool:
-    """Say whether the caller wants a work; torch 2.6 and 2.7 do not say for every call, and wait on the work then."""
+    """Say whether the caller wants a work; whoever does not say it waits on the work."""
     return bool(getattr(opts, "asyncOp", True))
 
 

@@ -15,7 +15,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class GroupIdentity(compat.BaseProcessGroup):  # type: ignore[misc]  # torch's stubs leave it Any
-    """Rank, size, names, store and options of a group, under every name that torch 2.6 to 2.14 ask for them.
+    """Rank, size, names, store and options of a group, under every name that torch 2.8 to 2.14 ask for them.
 
     A Python group has to answer these itself: torch's own answers look into C++ backends that it does not have.
     """

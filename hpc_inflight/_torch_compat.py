@@ -1,4 +1,4 @@
-"""Every private or version-dependent torch call, in one place (torch 2.6 to 2.14)."""
+"""Every private or version-dependent torch call, in one place (torch 2.8 to 2.14)."""
 
 from __future__ import annotations
 
@@ -18,6 +18,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
+_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+if _TORCH < (2, 8):
+    # their c10d does not tell a backend which calls are asynchronous; with 2.7 FSDP gave wrong numbers, 2.6 hung
+    raise ImportError(f"hpc_inflight needs torch 2.8 or newer and found {torch.__version__}; install a newer one")
+
 BaseWork: Any = _c10d.Work
 BaseProcessGroup: Any = dist.ProcessGroup
 BaseStore: Any = _c10d.Store
@@ -27,7 +32,7 @@ BackendOptions: Any = _c10d.Backend.Options
 NO_TIMEOUT: Final = timedelta(0)
 UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)  # what c10d's options hold where a call gives none
 
-# PR #137763: torch's flag for collectives in flight as graph inputs; torch 2.6 is the first release with it.
+# PR #137763: torch's flag for collectives in flight as graph inputs
 inflight_allowed: Callable[[], bool] = _c10d._allow_inflight_collective_as_graph_input
 set_inflight_allowed: Callable[[bool], None] = _c10d._set_allow_inflight_collective_as_graph_input
 registry_size: Callable[[], int] = _c10d._get_work_registry_size
@@ -48,7 +53,6 @@ _pop_works: Any = wait_tensor_op._op  # what the operator calls in the end
 
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
 WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
 # torch's registry is per thread; from 2.11 on the operator looks into every thread's part, and pops the first that has
@@ -203,11 +207,9 @@ def keep_out_of_dynamo(*classes: type) -> None:
     """Have torch.compile run the methods of ``classes``, and all they call, as they are.
 
     A compiled function calls a group at its graph breaks, and compiled DDP in its forward; without this, dynamo would
-    trace into the group's Python, which it cannot, where it leaves a C++ group alone. torch 2.6 has no such call.
+    trace into the group's Python, which it cannot, where it leaves a C++ group alone.
     """
     frames = torch._C._dynamo.eval_frame
-    if not hasattr(frames, "set_code_exec_strategy"):
-        return
     skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
     for cls in classes:
         for member in vars(cls).values():

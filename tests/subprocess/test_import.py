@@ -60,3 +60,9 @@ def test_import_costs_little_beside_torch(tmp_path: Path) -> None:
         *(map(float, run_plain(["-c", TIMED], env=env, check=True).stdout.split()) for _ in range(3)), strict=True
     )
     assert min(ours_s) < 0.1 * min(torch_s), (torch_s, ours_s)
+
+
+def test_a_torch_that_is_too_old_is_said() -> None:
+    run = run_plain(["-c", "import torch; torch.__version__ = '2.7.1+cu126'; import hpc_inflight"])
+    assert run.returncode == 1
+    assert "ImportError: hpc_inflight needs torch 2.8 or newer and found 2.7.1+cu126; install" in run.stderr
