@@ -134,6 +134,11 @@ def test_a_job_that_is_right(job: Callable[..., Path], caplog: pytest.LogCapture
 
     directory = job(3, common, program)
     assert said(directory) == "3 dumps of 3 ranks. The ranks agree on 8 collectives, and nothing is pending."
+    types = pytest.importorskip(
+        "torch.distributed.flight_recorder.components.types", reason="this torch has no analyser"
+    )
+    if "all_gather_v" not in types.COLLECTIVES:
+        pytest.skip("this torch's analyser does not know collectives of uneven sizes")
     assert torch_says(directory, caplog) == ""
 
 
