@@ -231,6 +231,8 @@ class Issuer(GroupIdentity):
         if self._coalescing is not None and self._coalesces():
             self._call_is_open = False
             self._coalescing.append(work)
+            if work.completion.op == "coalesced":  # what the watchdog of another rank has pending, too
+                self._nccl_lane.called = "coalesced"
         return work
 
     # blocks of calls ----------------------------------------------------------------------------------------

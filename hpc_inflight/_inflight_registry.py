@@ -32,6 +32,7 @@ _SWEEP_PER_REGISTRATION = 2  # more than one, so that the sweep gains on the iss
 _FRUITLESS_POPS = 4  # a pop takes one thread's list, which may be of other works only
 _WAITS = 64  # for what other threads register during the wait; then they have to take what comes
 _PURGE_S = 0.2  # usually some microseconds; only a work of another package makes it longer
+_NOTHING = torch.empty(0, device="cpu")  # made here, where no mode of the user's sees it
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -316,7 +317,7 @@ class Registry:
         """Let go of a storage whose handles are all of threads that have ended: torch keeps them, and pops none."""
         if all(thread.ended for thread in storage.in_torch.values()):
             del self._storages[storage.key]
-            storage.alias = torch.empty(0)
+            storage.alias = _NOTHING
 
     def _sweep(self, limit: int, me: Token) -> list[Storage]:
         """Look at some storages, remove what nobody can wait for, and return what this thread has to purge now."""

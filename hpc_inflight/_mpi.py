@@ -172,14 +172,18 @@ def leave_launcher(timeout_s: float) -> None:
     Args:
         timeout_s: Seconds to wait for the others.
     """
-    path = next((file for file in mapped_files() if Path(file).name.startswith("libpmix.so")), None)
     launcher = launchers.launcher_from_env(os.environ)
-    if path is not None:
+    if launcher is None:
+        return
+    path = next((file for file in mapped_files() if Path(file).name.startswith("libpmix.so")), None)
+    if launcher.pmix and path is not None:
         thread = threading.Thread(target=_leave_pmix, args=(path,), name="hpc_inflight-leave", daemon=True)
         thread.start()
         thread.join(timeout_s)
-    elif launcher is not None and launcher.name == "mpiexec.hydra" and "PMI_FD" in os.environ:
-        _leave_hydra(int(os.environ["PMI_FD"]), min(timeout_s, _HYDRA_S))
+    elif launcher.name == "mpiexec.hydra" and os.environ.get("MPIR_CVAR_PMI_VERSION", "1") == "1":
+        descriptor = os.environ.get("PMI_FD", "")
+        if descriptor.isdigit():
+            _leave_hydra(int(descriptor), min(timeout_s, _HYDRA_S))
 
 
 def _leave_pmix(path: str) -> None:
@@ -195,10 +199,12 @@ def _leave_hydra(descriptor: int, timeout_s: float) -> None:
         descriptor: Where hydra reads and answers.
         timeout_s: Seconds to wait for each answer: MPI_Finalize over OFI, unlike over UCX, has no such barrier.
     """
+    answers = select.poll()
     with contextlib.suppress(OSError):  # the launcher has gone
+        answers.register(descriptor, select.POLLIN)
         for line in (b"cmd=barrier_in\n", b"cmd=finalize\n"):
             os.write(descriptor, line)
-            if select.select([descriptor], [], [], timeout_s)[0]:
+            if answers.poll(1000 * timeout_s):
                 os.read(descriptor, 256)
 
 

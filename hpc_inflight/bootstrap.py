@@ -257,6 +257,8 @@ def _at_exit(pid: int) -> None:
         )
         sys.stdout.flush()
         sys.stderr.flush()
-        if config().on_timeout == "raise" and not failure.exit_code():  # the program has handled it
-            _mpi.leave_launcher(max(0.0, deadline - time.monotonic()))
-        os._exit(failure.exit_code())  # the launcher ends the others; beside that call MPI_Finalize would crash
+        try:
+            if config().on_timeout == "raise" and not failure.exit_code():  # the program has handled it
+                _mpi.leave_launcher(max(0.0, deadline - time.monotonic()))
+        finally:
+            os._exit(failure.exit_code())  # the launcher ends the others; beside that call MPI_Finalize would crash

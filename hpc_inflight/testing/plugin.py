@@ -112,11 +112,11 @@ def pytest_configure(config: pytest.Config) -> None:
     ranks that share it delete each other's.
     """
     given = config.option.basetemp
-    comm = _mpi.mpi().COMM_WORLD
     if given is None:
         # pytest makes it when a test asks for one
-        config.option.basetemp = config.stash[_TEMPORARY] = Path(tempfile.gettempdir()) / f"pytest-{uuid.uuid4().hex}"
-    elif comm.size > 1:
+        root = Path(os.environ.get("PYTEST_DEBUG_TEMPROOT") or tempfile.gettempdir())
+        config.option.basetemp = config.stash[_TEMPORARY] = root / f"pytest-{uuid.uuid4().hex}"
+    elif (comm := _mpi.mpi().COMM_WORLD).size > 1:
         Path(given).mkdir(parents=True, exist_ok=True)
         config.option.basetemp = Path(given) / f"rank{comm.rank}"
 
@@ -125,8 +125,14 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_sessionstart(session: pytest.Session) -> None:
     """Find this rank's place, before the reporter prints anything."""
     global _session  # noqa: PLW0603  # pytest's hooks are functions
-    if not session.config.option.collectonly:
+    if _session is None and not session.config.option.collectonly:
         _session = _Session(session.config)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Do so now if a conftest that was found during collection (--pyargs) has named this plugin."""
+    pytest_sessionstart(session)
 
 
 @pytest.hookimpl(optionalhook=True)

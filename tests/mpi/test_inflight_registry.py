@@ -469,7 +469,7 @@ def test_one_wait_ends_a_work_with_many_outputs(wait: Callable[..., Any], late: 
     assert in_flight() == []
     assert registry_size() == 0
     assert work_registry.counts().waited_by_tensor - before == 1
-    assert len(work_registry._registry._storages) == known
+    assert len(work_registry._registry._storages) <= known
     timer.join()
 
 

@@ -263,6 +263,35 @@ def test_the_pytest_plugin_finds(tmp_path: Path, source: str, says: list[str]) -
         assert re.search(pattern, output), f"{pattern} not in:\n{output}"
 
 
+def test_the_pytest_plugin_works_for_an_installed_package_s_tests(tmp_path: Path) -> None:
+    package = tmp_path / "some_package" / "tests"  # its conftest is found during collection only
+    package.mkdir(parents=True)
+    for folder in (package, package.parent):
+        (folder / "__init__.py").touch()
+    (package / "conftest.py").write_text('pytest_plugins = ["hpc_inflight.testing.plugin"]\n')
+    (package / "test_it.py").write_text(FAILING)
+    with pytest.raises(RanksFailedError) as failed:
+        run_ranks(
+            2,
+            [
+                "-m",
+                "mpi4py",
+                "-m",
+                "pytest",
+                "-x",
+                "--with-mpi",
+                "-p",
+                "no:cacheprovider",
+                "--pyargs",
+                "some_package.tests",
+            ],
+            cwd=tmp_path,
+            check=True,
+            timeout_s=120,
+        )
+    assert "[rank 1 of 2] its report" in failed.value.stdout + failed.value.stderr
+
+
 HELD = """
 import ctypes
 def test_held():

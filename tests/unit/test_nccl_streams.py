@@ -512,14 +512,16 @@ def test_the_watchdog_sees_a_block_of_calls_whose_launch_waits_for_other_ranks(
 ) -> None:
     peers_come = threading.Event()
     end = runtime.group_end
-    monkeypatch.setattr(runtime, "group_end", lambda: (peers_come.wait(), end()))
-    mpi, lane = SimpleNamespace(called_at=0.0), SimpleNamespace(issuing=lambda: None)
-    group: Any = SimpleNamespace(_comm=mpi, _nccl=comm, _nccl_lane=lane, _timeout_s=10.0)
+    monkeypatch.setattr(runtime, "group_end", lambda: (peers_come.wait(30), end()))
+    mpi, lane = SimpleNamespace(called_at=0.0), Lane(flight_recorder.Group(0, 2, 10.0), "nccl")
+    group: Any = SimpleNamespace(_comm=mpi, _nccl=comm, _nccl_lane=lane, _timeout_s=10.0, _coalescing=[])
+    group._coalesces, group.issued = lambda: True, lambda _: comm.seq
 
     def launch() -> None:
         comm.begin_block()
-        issue(comm, torch.ones(4))
-        issue(comm, torch.ones(4))
+        for _ in range(2):
+            lane.called = "all_reduce"
+            ProcessGroupInflight._issued(group, issue(comm, torch.ones(4)), ())
         comm.end_block()
 
     assert ProcessGroupInflight.running(group) is None
@@ -529,6 +531,7 @@ def test_the_watchdog_sees_a_block_of_calls_whose_launch_waits_for_other_ranks(
     running = ProcessGroupInflight.running(group)
     assert running is not None
     assert (running[0], running[1], *running[3:]) == ("coalesced", 1, 10.0, "cuda")
+    assert ProcessGroupInflight.op_of(group, 1, "cuda") == "coalesced"  # what it would answer another rank
     peers_come.set()
     thread.join(30)
     assert ProcessGroupInflight.running(group) is None
