@@ -131,7 +131,7 @@ find_slurm() {
 # What waits most of its time, for the scheduler and for deadlines.
 waiting_tests() {
     within INT 7200 python -m pytest tests/slurm --ignore=tests/slurm/test_suite.py
-    within INT 3600 python -m pytest tests/subprocess/test_c10d_suite.py
+    within INT 3600 python -m pytest tests/subprocess/test_c10d_suite.py tests/subprocess/test_drills.py
 }
 
 # shellcheck source=launch/setup.sh
@@ -167,6 +167,7 @@ if [[ -n $slurm ]]; then
 else
     step "tests/mpi, ranks: 4" mpi_tests 4 "not slow and not once"
 fi
-beside "Slurm, and PyTorch's own suite" waiting_tests
-step "whole jobs" within INT 10800 python -m pytest tests/subprocess --ignore=tests/subprocess/test_c10d_suite.py
+beside "Slurm, PyTorch's own suite, drills" waiting_tests
+step "whole jobs" within INT 10800 python -m pytest --durations=8 tests/subprocess \
+    --ignore=tests/subprocess/test_c10d_suite.py --ignore=tests/subprocess/test_drills.py
 join
