@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from contextlib import AbstractContextManager
 
-_TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
-if _TORCH < (2, 8):
+TORCH: Final = tuple(int(part) for part in torch.__version__.split(".")[:2])
+if TORCH < (2, 8):
     # their c10d does not tell a backend which calls are asynchronous; with 2.7 FSDP gave wrong numbers, 2.6 hung
     raise ImportError(f"hpc_inflight needs torch 2.8 or newer and found {torch.__version__}; install a newer one")
 
@@ -54,10 +54,10 @@ _pop_works: Any = wait_tensor_op._op  # what the operator calls in the end
 profiler_enabled: Callable[[], bool] = torch._C._autograd._profiler_enabled
 
 # gradients pass through the operator itself on 2.13; on 2.9 it has no formula, and in between it was not tried
-WAIT_TENSOR_HAS_GRADIENT: Final = _TORCH >= (2, 13)
+WAIT_TENSOR_HAS_GRADIENT: Final = TORCH >= (2, 13)
 # torch's registry is per thread; from 2.11 on the operator looks into every thread's part, and pops the first that has
 # the storage; on 2.8 and 2.10 only into its own thread's (2.9 was not tried)
-WAIT_TENSOR_FINDS_EVERY_THREAD: Final = _TORCH >= (2, 11)
+WAIT_TENSOR_FINDS_EVERY_THREAD: Final = TORCH >= (2, 11)
 
 _OP_TYPES: Final = {
     name: getattr(_c10d.ReduceOp.RedOpType, name)

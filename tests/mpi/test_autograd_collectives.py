@@ -11,12 +11,13 @@ import torch.distributed._functional_collectives as funcol
 import torch.distributed.nn.functional as dist_nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hpc_inflight import _torch_compat as compat
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
     import hpc_inflight as hi
 
-TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 EXACT = 1e-12  # float64, summed in another order
 
 
@@ -126,7 +127,7 @@ WITHOUT_GRADIENT = {"all_reduce", "all_gather dim 1"}  # in torch before 2.11, w
 def test_functional_with_gradients(
     name: str, gloo: dist.ProcessGroup, ours: dist.ProcessGroup, rank: int, size: int
 ) -> None:
-    if TORCH < (2, 11) and name in WITHOUT_GRADIENT:
+    if compat.TORCH < (2, 11) and name in WITHOUT_GRADIENT:
         pytest.skip("torch has no gradient of it before 2.11")
     expected, results = (
         with_gradients(lambda t, g=group: FUNCTIONAL[name](t, g), [own(rank, 2 * size, 3)], rank)

@@ -18,9 +18,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "tests" / "subprocess" / "programs" / "ending.py"
 RUN_SH = str(ROOT / "launch" / "run.sh")
 ENDS_THE_JOB = r"hpc_inflight: rank 1 of 3 on n\d ends the job: "
-KILLED = (
-    137  # what srun returns of the ranks that it has to kill, which with pmi2 hides the code of the one that failed
-)
+# what srun returns of the ranks that it has to kill; with pmi2 that hides the code of the one that failed
+KILLED = 137
 CASES = {
     "raises": (1, r"\[rank 1 on n\d\] ValueError: boom\n(.*\n)*?" + ENDS_THE_JOB),
     "raises in a thread": (1, ENDS_THE_JOB + "ValueError: boom"),

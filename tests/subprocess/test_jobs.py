@@ -228,6 +228,7 @@ def test_world(world):
     if world.rank == 0:
         pytest.skip("on one rank")
 """
+PYTEST = ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", "-p", "no:cacheprovider"]
 FAILING = """
 import torch, torch.distributed as dist
 def test_fails_on_one_rank(world):
@@ -254,7 +255,7 @@ def test_the_pytest_plugin_finds(tmp_path: Path, source: str, says: list[str]) -
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(
             2,
-            ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", "-p", "no:cacheprovider", "."],
+            [*PYTEST, "."],
             cwd=tmp_path,
             check=True,
         )
@@ -273,18 +274,7 @@ def test_the_pytest_plugin_works_for_an_installed_package_s_tests(tmp_path: Path
     with pytest.raises(RanksFailedError) as failed:
         run_ranks(
             2,
-            [
-                "-m",
-                "mpi4py",
-                "-m",
-                "pytest",
-                "-x",
-                "--with-mpi",
-                "-p",
-                "no:cacheprovider",
-                "--pyargs",
-                "some_package.tests",
-            ],
+            [*PYTEST, "--pyargs", "some_package.tests"],
             cwd=tmp_path,
             check=True,
             timeout_s=120,
@@ -320,11 +310,13 @@ def test_it(tmp_path, pytestconfig):
 def test_the_pytest_plugin_gives_each_rank_its_own_directory(tmp_path: Path, given: bool) -> None:
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["hpc_inflight.testing.plugin"]\n')
     (tmp_path / "test_it.py").write_text(TEMPORARY)
-    options = ["-p", "no:cacheprovider", "--rootdir=.", *(["--basetemp=base/of/job"] if given else [])]
-    run_ranks(2, ["-m", "mpi4py", "-m", "pytest", "-x", "--with-mpi", *options, "."], cwd=tmp_path, check=True)
+    options = ["--rootdir=.", *(["--basetemp=base/of/job"] if given else [])]
+    env = {"PYTEST_DEBUG_TEMPROOT": str(tmp_path)}
+    run_ranks(2, [*PYTEST, *options, "."], cwd=tmp_path, env=env, check=True)
     bases = [Path((tmp_path / f"base-of-{rank}").read_text()) for rank in (0, 1)]
     if given:
         assert bases == [tmp_path / "base/of/job/rank0", tmp_path / "base/of/job/rank1"]
     else:
         assert bases[0] != bases[1]
+        assert [base.parent for base in bases] == [tmp_path] * 2
         assert not any(base.exists() for base in bases), "left behind by a session that passed"
