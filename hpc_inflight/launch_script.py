@@ -24,14 +24,14 @@ def main(arguments: list[str]) -> int:
     **Local:** starts short processes; MPI is not initialised.
 
     Args:
-        arguments: ranks, nodes, ranks per node, GPUs per rank, binding.
+        arguments: the launcher's process id, ranks, nodes, ranks per node, GPUs per rank, binding.
 
     Returns:
         The exit code: 2 when nothing can be started.
     """
-    ranks, nodes, per_node, gpus = (int(a) if a else None for a in arguments[:4])
+    pid, ranks, nodes, per_node, gpus = (int(a) if a else None for a in arguments[:5])
     try:
-        launch = plan_here(Wanted(ranks, nodes, per_node, gpus, arguments[4]), os.environ)
+        launch = plan_here(Wanted(ranks, nodes, per_node, gpus, arguments[5]), os.environ, pid)
     except LaunchError as error:
         sys.stderr.write(f"run.sh: {error}\n")
         return 2

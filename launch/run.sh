@@ -104,8 +104,11 @@ esac
 python=$(command -v python3) || fail "there is no python3 on PATH: run launch/setup.sh, or activate an environment."
 command -v -- "$1" >/dev/null || fail "there is no command '$1' on PATH."
 
-# The plan is what goes before the command, one word a line: variables, the launcher, its options.
-plan=$("$python" "$root/hpc_inflight/launch_script.py" "$n" "$nodes" "$per_node" "$gpus" "$bind") || exit 2
+# The plan is what goes before the command, one word a line: variables, the launcher, its options. The launcher takes this
+# script's place, so its process id is known.
+launcher_pid=$BASHPID
+[[ -z $dry_run ]] || launcher_pid=''
+plan=$("$python" "$root/hpc_inflight/launch_script.py" "$launcher_pid" "$n" "$nodes" "$per_node" "$gpus" "$bind") || exit 2
 mapfile -t words <<<"$plan"
 if [[ -n $gpus && " ${words[*]} " != *" --gpus-per-task="* ]]; then
     words+=("$root/launch/bind_gpu.sh" --gpus "$gpus" ${bind:+--no-cores})

@@ -10,17 +10,18 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hpc_inflight.errors import LaunchError
-from hpc_inflight.launch_command import plan
+from hpc_inflight.launch_command import LOCAL_BASE, SESSION_BASES, plan
 from hpc_inflight.launch_env import clean_env
 from hpc_inflight.launch_plan import Launch
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
 __all__ = [
     "Launch",
@@ -35,9 +36,6 @@ __all__ = [
 
 _TERM_GRACE_S = 5.0
 _TAIL_CHARACTERS = 4000
-# Open MPI's launcher says so, now and then on a busy machine, before it has started any rank: it is started again
-_NOT_STARTED = "The PMIx server's listener thread failed to start"
-_STARTS = 3
 
 
 class RanksTimeoutError(RuntimeError):
@@ -100,13 +98,22 @@ def run_ranks(
         launch = plan(n, full_env)
         full_env |= launch.env
         command = [*launch.argv, *command]
-    for _ in range(_STARTS):
+    with _session_base(full_env) if n else contextlib.nullcontext():
         code, out, err = _run(command, full_env, cwd, timeout_s)
-        if not (code and _NOT_STARTED in err):
-            break
     if check and code:
         raise RanksFailedError(code, command, output=out, stderr=err)
     return subprocess.CompletedProcess(command, code, out, err)
+
+
+@contextlib.contextmanager
+def _session_base(env: dict[str, str]) -> Iterator[None]:
+    """Give mpirun a folder of its own: a killed one leaves one behind, in the way of a later one of its process id."""
+    if any(env.get(name) for name in SESSION_BASES):
+        yield
+        return
+    with tempfile.TemporaryDirectory(prefix="hpc_inflight.", ignore_cleanup_errors=True) as folder:
+        env[LOCAL_BASE] = folder
+        yield
 
 
 def _run(

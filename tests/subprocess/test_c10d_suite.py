@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hpc_inflight.launch_command import LOCAL_BASE
 from hpc_inflight.testing.launch import clean_env, plan
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -34,9 +35,8 @@ def test_everything_passes_that_can(tmp_path: Path) -> None:
     command = [sys.executable, str(RUNNER), "-n", str(RANKS), "--backend", "hpc_inflight", "--import", "hpc_inflight"]
     command += ["--mpirun", shlex.join(launch.argv[: launch.argv.index("-n")]), "--json", str(outcome)]
     command += ["--test-timeout", "200"]  # of each test, which takes a second at most where nothing else runs
-    run = subprocess.run(
-        command, env=clean_env(os.environ) | launch.env, capture_output=True, text=True, timeout=2900, check=False
-    )
+    env = clean_env(os.environ) | launch.env | {LOCAL_BASE: str(tmp_path)}
+    run = subprocess.run(command, env=env, capture_output=True, text=True, timeout=2900, check=False)
     assert outcome.exists(), run.stdout + run.stderr
     results: dict[str, str] = json.loads(outcome.read_text())
     failed = {name for name, result in results.items() if result == "failed"}

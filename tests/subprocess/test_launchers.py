@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hpc_inflight.launch_command import LOCAL_BASE
 from hpc_inflight.launch_env import clean_env
 from hpc_inflight.launch_find import usable_cores
 from tests import mpis
@@ -170,7 +171,7 @@ def test_no_rank_survives_its_launcher(mpi: MPI, number: signal.Signals) -> None
                 os.kill(pid, signal.SIGKILL)
 
 
-def test_the_other_mpi_s_launcher_is_said(mpi: MPI) -> None:
+def test_the_other_mpi_s_launcher_is_said(mpi: MPI, tmp_path: Path) -> None:
     others = [found for vendor, found in mpis.installed().items() if vendor != mpi.vendor]
     if not others:
         pytest.skip("one MPI library is installed")
@@ -180,7 +181,7 @@ def test_the_other_mpi_s_launcher_is_said(mpi: MPI) -> None:
     program = "import hpc_inflight as hi; hi.init(); print('went on')"
     done = subprocess.run(
         [launcher, "-n", "2", sys.executable, "-c", program],
-        env=env,
+        env=env | {LOCAL_BASE: str(tmp_path)},
         capture_output=True,
         text=True,
         errors="replace",

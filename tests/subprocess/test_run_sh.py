@@ -7,12 +7,15 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import uuid
 from pathlib import Path
 
 import pytest
 
+from hpc_inflight.launch_command import SESSION_BASES
+from hpc_inflight.launch_find import find_launcher
 from hpc_inflight.testing.launch import (
     RanksFailedError,
     RanksTimeoutError,
@@ -88,6 +91,7 @@ def test_starts_n_ranks_of_one_world_unbound(n: int) -> None:
 def cores() -> int:
     # Of the script's own count only the division is checked here; hardware threads are not told apart.
     probe = run("-n", "1", "sh", "-c", "echo $OMP_NUM_THREADS")
+    assert probe.returncode == 0, probe.stderr
     return int(probe.stdout)
 
 
@@ -235,6 +239,45 @@ def test_an_mpi_without_its_launcher_is_said(tmp_path: Path) -> None:
         "but there is no mpiexec.hydra or mpiexec or mpiexec.mpich: put the bin folder of MPICH on PATH" in done.stderr
     )
     assert done.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize("base", ["TMPDIR", *SESSION_BASES])
+def test_what_a_killed_job_left_is_in_nobody_s_way(tmp_path: Path, base: str) -> None:
+    if find_launcher(os.environ)[0] != "Open MPI":
+        pytest.skip("only Open MPI 5 names the folder of a job by the launcher's process id")
+    leave = f'mkdir "${base}/ompi.$$"; touch "${base}/ompi.$$/pmix.$(uname -n).tool"; exec "$@"'
+    done = subprocess.run(
+        ["/bin/sh", "-c", leave, "sh", str(RUN_SH), "-n", "2", "echo", "up"],
+        env=environment(**dict.fromkeys(SESSION_BASES) | {base: str(tmp_path)}),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (done.returncode, done.stdout.split()) == (0, ["up", "up"]), done.stderr
+    assert "is left from another job" in done.stderr
+
+
+@pytest.mark.parametrize("name", SESSION_BASES)
+def test_a_user_s_folder_for_the_launcher_stays(tmp_path: Path, name: str) -> None:
+    done = run_ranks(1, ["-c", "import os; print(os.environ.get('PMIX_SERVER_TMPDIR'))"], env={name: str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    if find_launcher(os.environ)[0] == "Open MPI":
+        assert Path(done.stdout.strip()).parent == tmp_path
+
+
+def test_run_ranks_leaves_nothing_of_a_killed_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    # A launcher that is stopped does nothing on SIGTERM, and SIGKILL follows.
+    stopped = tmp_path / "stopped"
+    program = f"import os, signal; os.kill(os.getppid(), signal.SIGSTOP); open({str(stopped)!r}, 'w').close()"
+    for timeout_s in (4, 20, 100):  # until it is enough for the rank to come up
+        with pytest.raises(RanksTimeoutError):
+            run_ranks(1, ["-S", "-c", program + "; signal.pause()"], timeout_s=timeout_s, env={"TMPDIR": str(tmp_path)})
+        if stopped.exists():
+            break
+    assert list(tmp_path.iterdir()) == [stopped]
 
 
 def test_run_ranks_returns_both_streams() -> None:
