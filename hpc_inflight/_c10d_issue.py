@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from hpc_inflight import _c10d_forms as forms
+from hpc_inflight import _gate, flight_recorder, work_registry
 from hpc_inflight import _torch_compat as compat
-from hpc_inflight import flight_recorder, work_registry
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
+from hpc_inflight.communicators._mpi_worker import in_callback
 from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
 from hpc_inflight.flight_recorder import FATE, Lane
 from hpc_inflight.work import CoalescedCompletion, DoneWork, Work
@@ -60,7 +61,7 @@ class Issuer(GroupIdentity):
         self._flight.ranks = communicator.global_ranks
         self._lane, self._nccl_lane = Lane(self._flight, "mpi"), Lane(self._flight, "nccl")
         self._nccl: Any = None  # the NCCLCommunicator, made at the first use of a CUDA tensor
-        self._nccl_index = -1
+        self._nccl_index: int | None = None  # its device
         self._nccl_failure: InflightError | None = None
         self._nccl_lock = threading.Lock()
         self._closed = ""  # why it cannot be used any more
@@ -101,14 +102,24 @@ class Issuer(GroupIdentity):
         """
         from hpc_inflight.communicators.nccl import NCCLCommunicator
 
-        with self._nccl_lock:
+        if index == self._nccl_index:
+            return self._nccl
+        # behind the gate: NCCL's setup would end a capture
+        _gate.gate.enter(self._nccl_lock, self._timeout_s, call, self._name, in_callback)
+        try:
             if self._nccl_failure is not None:
                 raise self._nccl_failure.with_traceback(None)
             if self._nccl is None:
                 try:
                     comm, seconds = self._comm, self._timeout_s
                     made = NCCLCommunicator(
-                        comm.comm, comm.spare_tag, self._name, index, seconds, lambda: bool(self._closed)
+                        comm.comm,
+                        comm.spare_tag,
+                        self._name,
+                        index,
+                        seconds,
+                        lambda: bool(self._closed),
+                        comm.key[1],
                     )
                 except InvalidArgumentError:
                     raise  # before anything was tried
@@ -123,6 +134,8 @@ class Issuer(GroupIdentity):
                 )
                 raise InvalidArgumentError(msg)
             return self._nccl
+        finally:
+            self._nccl_lock.release()
 
     def eager_connect_single_device(self, device: Any) -> None:
         """Make the NCCL communicator now; c10d calls this where a group is made with ``device_id``.
@@ -161,18 +174,20 @@ class Issuer(GroupIdentity):
         except AttributeError:  # c10d's short forms, and older options
             opts = forms.options(opts)
             is_async, limit = opts is None or forms.is_async(opts), None if opts is None else opts.timeout
+        if timeout is None:
+            timeout = limit
+        # a call with a timeout of its own needs a completion for the watchdog to look at
+        timed = timeout is not None and timeout != compat.UNSET_TIMEOUT
         try:
             if self._coalescing is not None and self._coalesces():
                 work = self._issue_in_block(comm, op, operations, outputs, inputs, is_async=is_async)
             elif compat.profiler_enabled():
-                seconds = compat.timeout_s(limit if timeout is None else timeout, self._timeout_s)
-                work = self._issue_profiled(comm, op, operations, outputs, inputs, seconds, is_async=is_async)
-            elif is_async or (work := comm.run_now(operations)) is None:
-                if timeout is None:
-                    timeout = limit
-                seconds = self._timeout_s
-                if timeout is not None and timeout != compat.UNSET_TIMEOUT:
-                    seconds = compat.timeout_s(timeout, seconds)
+                seconds = compat.timeout_s(timeout, self._timeout_s)
+                work = self._issue_profiled(
+                    comm, op, operations, outputs, inputs, seconds, is_async=is_async, at_once=not (is_async or timed)
+                )
+            elif is_async or timed or (work := comm.run_now(operations)) is None:
+                seconds = compat.timeout_s(timeout, self._timeout_s) if timed else self._timeout_s
                 work = comm.enqueue(op, operations, outputs, seconds, inputs)
                 if is_async:
                     self._issued(work, outputs)
@@ -182,6 +197,8 @@ class Issuer(GroupIdentity):
         if lane.enabled:
             completion = work.completion
             row[FATE] = monotonic() if completion is None else flight_recorder.follow(completion)
+        if timed and not is_async:
+            work.wait()
         return work
 
     def _lane_of(self, comm: Communicator) -> Lane:
@@ -213,10 +230,11 @@ class Issuer(GroupIdentity):
         seconds: float,
         *,
         is_async: bool,
+        at_once: bool,
     ) -> Any:
         name = f"{BACKEND}:{op}"
         with compat.record_shapes(name, outputs):
-            if not is_async and (done := comm.run_now(operations)) is not None:
+            if at_once and (done := comm.run_now(operations)) is not None:
                 return done
             if comm is self._comm:  # a span for the time in its thread; CUDA's kernels show by themselves
                 operations = [_spanned(name, operations)]

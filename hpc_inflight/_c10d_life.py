@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import threading
 import time
 from typing import TYPE_CHECKING, Any
 
 from hpc_inflight import _mpi, flight_recorder, group_set
 from hpc_inflight._c10d_issue import Issuer
+from hpc_inflight.errors import NCCLError
+from hpc_inflight.watchdog import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -45,18 +49,23 @@ class LiveGroup(Issuer):
     def shutdown(self) -> None:
         """Wait for pending works, at most the group's timeout, and free the communicator; again does nothing.
 
+        What synchronous calls have left on a GPU is waited for, too. NCCL's communicator stays until the process ends
+        where a CUDA graph that captured on it is not gone, or one is being captured and does not end.
+
         **Collective:** over the group, in any order relative to other groups.
         """
         if self._closed:
             return
         self._closed = _DESTROYED
-        group_set.discard(self._ticket)
-        with self._nccl_lock:  # another thread that connects sees that the group is closed, and leaves MPI
-            nccl = self._nccl
         try:
+            watchdog.remember(self)
+            group_set.unlist(self._ticket)
+            with self._nccl_lock:  # another thread that connects sees that the group is closed, and leaves MPI
+                nccl = self._nccl
             if nccl is not None:
                 nccl.shutdown(self._timeout_s)
         finally:
+            group_set.discard(self._ticket)  # not before NCCL's end: without groups, nothing is known of captures
             if _mpi.started():
                 self._comm.shutdown(self._timeout_s)
 
@@ -89,7 +98,9 @@ class LiveGroup(Issuer):
         """
         began = self._comm.called_at
         if began:
-            return self._lane.called, self._comm.seq + 1, began, self._timeout_s, "cpu"
+            row = self._lane.issuing()  # not the last that was begun: another thread may have
+            op = self._lane.called if row is None else row[2]
+            return op, self._comm.called_seq, began, self._timeout_s, "cpu"
         if self._nccl is None:
             return None
         block = self._nccl.launching
@@ -110,9 +121,25 @@ class LiveGroup(Issuer):
         left = self._nccl.synchronous(self._nccl_lane.called, self._timeout_s)
         return works if left is None else sorted([*works, left], key=lambda work: work.issued_at)
 
+    def block_synchronous(self, deadline: float) -> None:
+        """Block the host until what synchronous calls have left on a GPU is complete.
+
+        **Local:** where the group is about to be destroyed, or the process to end.
+
+        Args:
+            deadline: A ``time.monotonic()``.
+
+        Raises:
+            CollectiveTimeout: It was not complete by then.
+        """
+        if self._nccl is not None and not self._closed:
+            with contextlib.suppress(NCCLError):  # whoever uses the device next is told
+                self._nccl.block_synchronous(deadline)
+
     def is_idle(self) -> bool:
         """Say whether nothing is enqueued, nobody is enqueuing and nothing has failed."""
-        if self._comm.is_idle() and (self._nccl is None or self._nccl.is_idle()):
+        nccl = self._nccl  # where there is none, a thread may be connecting it
+        if self._comm.is_idle() and (not self._nccl_lock.locked() if nccl is None else nccl.is_idle()):
             return True
         return bool(self._closed)
 
@@ -121,6 +148,10 @@ class LiveGroup(Issuer):
         if self._closed:
             return True
         deadline = time.monotonic() + timeout_s
+        if not self._nccl_lock.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX)):  # it connects
+            return False
+        self._nccl_lock.release()
+        timeout_s = max(0.0, deadline - time.monotonic())
         return self._comm.quiesce(timeout_s) and (
             self._nccl is None or bool(self._nccl.quiesce(max(0.0, deadline - time.monotonic())))
         )

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 _EVENT_WITHOUT_TIME: Final = 2  # cudaEventDisableTiming: recording one costs less
 _NOT_READY: Final = 600  # cudaErrorNotReady
+_NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: apart from the legacy default stream
+_HIGH: Final = -1  # a collective that waits for its turn holds up every rank
 _THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _SHARING_SINCE: Final = 23000  # NCCL 2.30
@@ -51,6 +53,7 @@ class Runtime:
 
     Attributes:
         events: Unused events, by device. They outlive groups, as works that somebody keeps do.
+        streams: Unused streams, by device.
         nccl_version: Such as 22809 for 2.28.9.
         current_stream: ``current_stream(index)`` is the raw current stream of a device.
         current_device: ``current_device()`` is the index of the current device.
@@ -63,6 +66,7 @@ class Runtime:
     def __init__(self) -> None:
         self._cuda, self._nccl = _import_cupy()
         self.events: dict[int, list[int]] = {}
+        self.streams: dict[int, list[Any]] = {}
         self._kept: set[int] = set()  # ids of the communicators that have not ended
         self.nccl_version: int = self._nccl.get_version()
         self.current_stream, self.current_device, self.capturing = compat.cuda_functions()
@@ -95,8 +99,13 @@ class Runtime:
         self._copy(target, source, nbytes, _DEVICE_TO_DEVICE, stream)
 
     def new_stream(self, index: int) -> Any:
-        """Return a torch stream; of high priority, as a collective that waits for its turn holds up every rank."""
-        return torch.cuda.Stream(index, priority=-1)
+        """Make a stream, as torch has it. torch's own are 32, given out in turn: messages would share one and block."""
+        with torch.cuda.device(index):
+            try:
+                handle = self._cuda.streamCreateWithPriority(_NON_BLOCKING, _HIGH)
+            except AttributeError:  # before CuPy 14, which has no priorities
+                handle = self._cuda.streamCreateWithFlags(_NON_BLOCKING)
+        return torch.cuda.ExternalStream(handle, device=torch.device("cuda", index))
 
     def zeros(self, index: int) -> torch.Tensor:
         """Return a tensor of one element."""
@@ -121,8 +130,12 @@ class Runtime:
         return torch.futures.Future(devices=[torch.device("cuda", index)])
 
     def settle_device(self, index: int) -> None:
-        """Make a device the current one of this thread, for good."""
+        """Make a device the current one of this thread, for good; what it does ends no other thread's capture.
+
+        Connecting and ending communicators allocates, frees and waits, which a capture in global mode forbids to all.
+        """
         self._cuda.setDevice(index)
+        relax_captures()
 
     def uuid(self, index: int) -> str:
         """Return the identity of a device, the same for every process that sees it."""

@@ -23,6 +23,10 @@ _TAG = 101
 _PAUSE_S = 2e-3
 
 
+# how many collectives a rank that ends has issued, by a number for group and type of device
+Last = dict[int, int]
+
+
 @dataclass(frozen=True)
 class Question:
     """Where a rank is with one operation of one group.
@@ -60,10 +64,12 @@ class Reports:
 
     Attributes:
         left: World ranks that said they end, with the time of that (``time.monotonic()``).
+        last: How far those have come.
     """
 
     def __init__(self, answer: Callable[[Question], Answer]) -> None:
         self.left: dict[int, float] = {}
+        self.last: dict[int, Last] = {}
         self._answer = answer
         self._numbers = itertools.count()
         self._answers: dict[int, dict[int, Answer]] = {}
@@ -86,6 +92,7 @@ class Reports:
                     if number in self._answers:
                         self._answers[number][source] = content
                 else:
+                    self.last[source] = content
                     self.left[source] = time.monotonic()
 
     def ask(self, ranks: Iterable[int], question: Question, timeout_s: float) -> dict[int, Answer]:
@@ -104,12 +111,12 @@ class Reports:
             time.sleep(_PAUSE_S)
         return self._answers.pop(number)
 
-    def say_farewell(self) -> None:
-        """Tell every other rank that this one ends."""
+    def say_farewell(self, last: Last) -> None:
+        """Tell every other rank that this one ends, and how far it came."""
         comm = _mpi.control_comm()
         for rank in range(comm.size):
             if rank != comm.rank:
-                _mpi.abandon(comm.isend(("left", 0, None), rank, _TAG))
+                _mpi.abandon(comm.isend(("left", 0, last), rank, _TAG))
 
 
 def main_thread_site() -> str:

@@ -59,6 +59,9 @@ WAIT_TENSOR_HAS_GRADIENT: Final = TORCH >= (2, 13)
 # the storage; on 2.8 and 2.10 only into its own thread's (2.9 was not tried)
 WAIT_TENSOR_FINDS_EVERY_THREAD: Final = TORCH >= (2, 11)
 
+# methods of CUDAGraph that end a capture; the second, its first half, is there from 2.14 on
+CAPTURE_ENDS: Final = "capture_end", "capture_end_pre"
+
 _OP_TYPES: Final = {
     name: getattr(_c10d.ReduceOp.RedOpType, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")

@@ -197,6 +197,8 @@ def world() -> World:
 def finalize(*, timeout_s: float = 60.0) -> None:
     """End the world: wait for pending works, destroy every group, also one that has failed, close the store.
 
+    Synchronous collectives that are still running on a GPU are waited for like pending works.
+
     **Collective:** every rank, once, after its last collective. MPI itself ends with the process, so `init` may
     be called again.
 

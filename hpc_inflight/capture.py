@@ -6,19 +6,25 @@ other threads from enqueuing until the capture has begun, and marks that one is 
 events until it has ended.
 
 ``torch.cuda.graph``, ``make_graphed_callables`` and Inductor's cudagraph trees all call ``CUDAGraph.capture_begin``,
-so that is where the drain is. It is installed with the first group and removed after the last.
+so that is where the drain is. It is installed with the first group and removed after the last. ``torch.cuda.graph``
+waits for the device before it comes there: a kernel that waits for a missing rank holds it up until the watchdog ends
+that at the group's timeout, not the drain at its own.
 """
 
 from __future__ import annotations
 
 import functools
 import threading
+import time
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hpc_inflight import group_set
+from hpc_inflight import _gate, group_set
+from hpc_inflight._poll import poll
+from hpc_inflight._torch_compat import CAPTURE_ENDS
 from hpc_inflight.config import config
+from hpc_inflight.errors import DrainTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -28,19 +34,20 @@ _nested = threading.local()  # `graph` has drained with a deadline of its own
 
 
 class _Hook:
-    """What is put in place of ``CUDAGraph.capture_begin`` and ``capture_end``."""
+    """What is put in place of what begins and ends a capture of a ``CUDAGraph``, and of ``reset``."""
 
     def __init__(self) -> None:
         self._active = False
         self._replaced: dict[str, tuple[Any, Any]] = {}
 
     def install(self) -> None:
-        """Wrap the two methods, unless wrappers of ours are still in place below another package's."""
+        """Wrap the methods, unless wrappers of ours are still in place below another package's."""
         if not config().capture_drain or self._active:
             return
         self._active = True
-        for name, wrap in (("capture_begin", self._begin), ("capture_end", self._end)):
-            if name not in self._replaced:
+        wraps = {"capture_begin": self._begin, "reset": self._reset} | dict.fromkeys(CAPTURE_ENDS, self._end)
+        for name, wrap in wraps.items():
+            if name not in self._replaced and hasattr(torch.cuda.CUDAGraph, name):
                 original = getattr(torch.cuda.CUDAGraph, name)
                 wrapper = wrap(original)
                 self._replaced[name] = original, wrapper
@@ -48,7 +55,11 @@ class _Hook:
 
     def remove(self) -> None:
         """Put the originals back; where another package has wrapped ours, ours stays and only passes on."""
+        if _gate.lingers():  # it is for the captures to wait for that
+            return
         self._active = False
+        if _gate.capturing():  # the end of that has to come by here, and calls again
+            return
         for name, (original, wrapper) in list(self._replaced.items()):
             if vars(torch.cuda.CUDAGraph).get(name) is wrapper:
                 setattr(torch.cuda.CUDAGraph, name, original)
@@ -64,39 +75,75 @@ class _Hook:
 
         return capture_begin
 
-    @staticmethod
-    def _end(original: Callable[..., None]) -> Callable[..., None]:
+    def _end(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def capture_end(graph: Any, *args: Any, **kwargs: Any) -> None:
             try:
                 original(graph, *args, **kwargs)
             finally:  # also when the capture failed
-                group_set.capture_ended(graph)
+                _gate.capture_ended(graph)
+                if not self._active:
+                    self.remove()
 
         return capture_end
+
+    def _reset(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def reset(graph: Any, *args: Any, **kwargs: Any) -> None:
+            original(graph, *args, **kwargs)
+            _gate.graph_gone(graph)
+
+        return reset
 
 
 _hook = _Hook()
 
 
-def begin(call: Callable[[], None], capture: object, timeout_s: float, what: str) -> None:
+def begin(
+    call: Callable[[], None],
+    capture: object,
+    timeout_s: float,
+    what: str,
+    settle: Callable[[], object] = lambda: None,
+) -> None:
     """Drain every group, then begin a capture with ``call``; nothing is enqueued or polled in between.
 
+    ``settle`` runs after the drain, before this counts as a capture: it may block, and the watchdog looks on.
+
     Raises:
-        DrainTimeout: Work was still enqueued after ``timeout_s``; the capture has not begun.
+        DrainTimeout: Work was still enqueued, or a communicator being ended, after ``timeout_s``; no capture has begun.
         CommunicatorAborted: A group was aborted, so that its work never completes.
     """
-    group_set.close_and_drain(timeout_s, what)
-    try:
-        with group_set.polling:
-            group_set.capture_began(capture)
-            try:
-                call()
-            except BaseException:
-                group_set.capture_ended(capture)
-                raise
-    finally:
-        group_set.gate.open()
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if _gate.being_ended():
+            _wait_for_endings(deadline, timeout_s, what)  # with the gate open: others' work need not wait for them
+        group_set.close_and_drain(timeout_s, what, deadline)
+        try:
+            settle()
+            with _gate.polling:
+                if not _gate.capture_began(capture):  # an end has begun meanwhile
+                    continue
+                try:
+                    call()
+                except BaseException:
+                    _gate.capture_ended(capture)
+                    raise
+                return
+        finally:
+            _gate.gate.open()
+
+
+def _wait_for_endings(deadline: float, timeout_s: float, what: str) -> None:
+    if not poll(lambda: not _gate.being_ended(), max(0.0, deadline - time.monotonic())):
+        whose = _gate.being_ended()
+        raise DrainTimeout(f"{what}: after {timeout_s:g} s NCCL has not ended the communicators of group {whose}")
+
+
+def _synchronize() -> None:
+    """Wait for the device as ``torch.cuda.graph`` will, but where it is not yet taken for a capture."""
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
 
 
 class graph:  # noqa: N801  # torch.cuda.graph's name
@@ -111,7 +158,7 @@ class graph:  # noqa: N801  # torch.cuda.graph's name
         **options: As of ``torch.cuda.graph``: ``pool``, ``stream``, ``capture_error_mode``.
 
     Raises:
-        DrainTimeout: Work was still enqueued at the deadline; nothing was captured.
+        DrainTimeout: Work was still enqueued, or a communicator being ended, at the deadline; nothing was captured.
     """
 
     def __init__(self, cuda_graph: Any, *, timeout_s: float | None = None, **options: Any) -> None:
@@ -120,7 +167,7 @@ class graph:  # noqa: N801  # torch.cuda.graph's name
         self._context = torch.cuda.graph(cuda_graph, **options)
 
     def __enter__(self) -> None:
-        begin(self._enter, self._graph, self._timeout_s, "graph")
+        begin(self._enter, self._graph, self._timeout_s, "graph", _synchronize)
 
     def _enter(self) -> None:
         _nested.drained = True
@@ -135,7 +182,7 @@ class graph:  # noqa: N801  # torch.cuda.graph's name
         try:
             self._context.__exit__(kind, value, trace)
         finally:
-            group_set.capture_ended(self._graph)
+            _gate.capture_ended(self._graph)
 
 
 def register() -> None:

@@ -7,9 +7,11 @@ import os
 import threading
 import time
 import weakref
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
-from hpc_inflight.errors import CommunicatorAborted, DrainTimeout
+from hpc_inflight import _gate
+from hpc_inflight._gate import gate
+from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, DrainTimeout
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -29,6 +31,9 @@ class Group(Protocol):
     def quiesce(self, timeout_s: float) -> bool:
         """Wait for every thread that was enqueuing, and say whether all have; raise if the group was aborted."""
 
+    def block_synchronous(self, deadline: float) -> None:
+        """Block until what synchronous calls have left on a GPU is complete; `CollectiveTimeout` at the deadline."""
+
     def shape_of(self, work: Completion) -> str:
         """Return shape and dtype of an operation's tensors; empty if unknown."""
 
@@ -39,34 +44,52 @@ class Group(Protocol):
         """Refuse everything from here on; called in a forked child."""
 
 
+_LOOK_S = 1e-4  # between two looks at a callback that runs
 _lock = threading.RLock()  # a group dropped while it is held may come back here
-_watching_forks = False
+_changing = threading.RLock()  # held while watchers are told; the watchdog, which they end, never takes it
+_watching_forks = _watching = False
 _ids = itertools.count()
 _watchers: list[tuple[Callable[[], None], Callable[[], None]]] = []
 # weakly: being listed must not keep a group that its user dropped alive. Insertion order is creation order,
 # which all ranks share.
 _groups: weakref.WeakValueDictionary[int, Group] = weakref.WeakValueDictionary()
+_closing: set[int] = set()  # tickets of groups that are not listed any more, but not through with NCCL
 
 
 def add(group: Group) -> int:
     """Add a group at its construction and return the ticket that removes it."""
-    global _watching_forks  # noqa: PLW0603  # once per process
-    with _lock:
-        if not _watching_forks:
-            _watching_forks = True
-            os.register_at_fork(after_in_child=_forked)
-        ticket = next(_ids)
-        _groups[ticket] = group
-        if len(_groups) == 1:
+    global _watching_forks, _watching  # noqa: PLW0603  # once per process, and with the first of some groups
+    with _changing:
+        with _lock:
+            if not _watching_forks:
+                _watching_forks = True
+                os.register_at_fork(after_in_child=_forked)
+            ticket = next(_ids)
+            _groups[ticket] = group
+            first, _watching = not _watching, True
+        if first:
             for began, _ in _watchers:
                 began()
         return ticket
 
 
+def unlist(ticket: int) -> None:
+    """Begin to remove a group: it is not one of `groups` any more, but counts until `discard`."""
+    with _lock:
+        if _groups.pop(ticket, None) is not None:
+            _closing.add(ticket)
+
+
 def discard(ticket: int) -> None:
     """Remove a group at its destruction; nothing happens when it is gone already."""
-    with _lock:
-        if _groups.pop(ticket, None) is not None and not _groups:
+    global _watching  # noqa: PLW0603  # until the next group
+    with _changing:
+        with _lock:
+            gone = _groups.pop(ticket, None) is None and ticket not in _closing
+            _closing.discard(ticket)
+            last = not gone and not _groups and not _closing
+        if last:
+            _watching = False
             for _, ended in _watchers:
                 ended()
 
@@ -74,18 +97,19 @@ def discard(ticket: int) -> None:
 def watch(began: Callable[[], None], ended: Callable[[], None]) -> None:
     """Have ``began`` called with the first group and ``ended`` after the last was destroyed.
 
-    **Local:** at import. A group that is dropped without being destroyed counts until the next one is made.
+    **Local:** at import. A group that is dropped without being destroyed counts until another one is destroyed.
     """
     _watchers.append((began, ended))
 
 
 def _forked() -> None:
-    global _lock  # noqa: PLW0603  # another thread may have held it at the fork, and does not exist here
-    _lock = threading.RLock()
+    global _lock, _changing  # another thread may have held them at the fork, and does not exist here
+    _lock, _changing = threading.RLock(), threading.RLock()
     for group in list(_groups.values()):
         group.forked()
     _groups.clear()
-    _captures.clear()
+    _closing.clear()
+    _gate.forked()
 
 
 def groups() -> list[Group]:
@@ -95,113 +119,6 @@ def groups() -> list[Group]:
     """
     with _lock:
         return [group for _, group in sorted(_groups.items())]
-
-
-class Gate:
-    """Keeps new work from being enqueued between a drain and what the drain was for.
-
-    A communicator asks `closed` while it holds the lock under which it enqueues, and waits without it. So once the
-    gate is closed and every lock was seen free (`Group.is_idle`) or taken once (`Group.quiesce`), what is enqueued is
-    what the drain sees.
-
-    Attributes:
-        closed: Whether work must wait, except for what a running work's own callback issues.
-    """
-
-    def __init__(self) -> None:
-        self.closed = False
-        self._closers: list[int] = []  # threads
-        self._changed = threading.Condition()
-
-    def is_mine(self) -> bool:
-        """Say whether the calling thread has closed it; a callback that runs in its drain may issue."""
-        return threading.get_ident() in self._closers
-
-    def wait(self, timeout_s: float, what: str) -> None:
-        """Block until the gate is open.
-
-        Raises:
-            DrainTimeout: It is still closed after ``timeout_s``.
-        """
-        with self._changed:
-            if not self._changed.wait_for(lambda: not self.closed, min(timeout_s, threading.TIMEOUT_MAX)):
-                msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
-                raise DrainTimeout(msg)
-
-    def enter(
-        self,
-        lock: threading.Lock,
-        timeout_s: float,
-        op: str,
-        group: str,
-        exempt: Callable[[], bool] | None = None,
-    ) -> None:
-        """Take ``lock``, under which the caller enqueues, once no other thread drains.
-
-        Args:
-            lock: Free again when this raises.
-            timeout_s: Seconds that the drain may take.
-            op: What is to be enqueued, for the error.
-            group: The name of its group.
-            exempt: Says whether the caller is part of what a drain waits for.
-
-        Raises:
-            DrainTimeout: It did not end in time.
-        """
-        while True:
-            lock.acquire()
-            if not self.closed or self.is_mine() or (exempt is not None and exempt()):
-                return
-            lock.release()
-            self.wait(timeout_s, f"{op} on group {group}")
-
-    def close(self) -> None:
-        """Close it until `open`; several threads may at once."""
-        with self._changed:
-            self._closers.append(threading.get_ident())
-            self.closed = True
-
-    def open(self) -> None:
-        """Undo this thread's `close`."""
-        with self._changed:
-            self._closers.remove(threading.get_ident())
-            self.closed = bool(self._closers)
-            self._changed.notify_all()
-
-
-gate = Gate()
-# held by whoever asks CUDA about events, and while a capture begins: an event query kills a capture in global mode
-polling = threading.RLock()
-_captures: dict[int, weakref.ref[Any]] = {}
-_captured: list[object] = []
-
-
-def capturing() -> bool:
-    """Say whether any CUDA graph capture is under way in this process; CUDA must not be asked about events then."""
-    return bool(_captures)
-
-
-def capture_began(capture: object) -> None:
-    """Note that a capture begins; if the object goes, it has ended."""
-    key = id(capture)
-    _captures[key] = weakref.ref(capture, lambda _: _ended(key))
-
-
-def capture_ended(capture: object) -> None:
-    """Note that a capture has ended, well or not; nothing happens when it had not begun."""
-    _ended(id(capture))
-
-
-def _ended(key: int) -> None:
-    _captures.pop(key, None)
-    if not _captures:
-        _captured.clear()
-
-
-def keep_while_capturing(thing: object) -> None:
-    """Keep what a graph has taken until no capture is under way: memory that is freed goes to what is captured next."""
-    if _captures:
-        _captured.append(thing)
 
 
 def wait_for_all_pending_works(timeout_s: float) -> None:
@@ -222,19 +139,29 @@ def wait_for_all_pending_works(timeout_s: float) -> None:
     gate.open()
 
 
-def close_and_drain(timeout_s: float, what: str) -> None:
+def close_and_drain(timeout_s: float, what: str, deadline: float | None = None) -> None:
     """Wait as `wait_for_all_pending_works` does, with the gate closed, and leave it closed unless this raises.
 
-    **Local:** the same thread opens the gate.
+    **Local:** the same thread opens the gate. ``deadline`` is a `time.monotonic` where a part of ``timeout_s`` is over.
     """
-    deadline = time.monotonic() + timeout_s
+    deadline = time.monotonic() + timeout_s if deadline is None else deadline
     gate.close()
     try:
         while not _all_idle():
             _drain(deadline, timeout_s, what)  # and look again: a callback may have issued
+            if not _all_idle():
+                _wait_for_callback(deadline, timeout_s, what)
     except BaseException:
         gate.open()
         raise
+
+
+def _wait_for_callback(deadline: float, timeout_s: float, what: str) -> None:
+    """Give a callback some time: its work is complete, and so is not pending, but it may issue more."""
+    time.sleep(_LOOK_S)
+    if time.monotonic() >= deadline and not _all_idle():
+        busy = next((group.describe() for group in groups() if not group.is_idle()), "a group")
+        raise DrainTimeout(f"{what}: after {timeout_s:g} s a callback of a work on {busy} has not returned")
 
 
 def _all_idle() -> bool:
@@ -248,9 +175,20 @@ def _all_idle() -> bool:
 def settle(timeout_s: float, what: str) -> None:
     """Wait as `wait_for_all_pending_works` does, but pass over groups that have failed: whoever waited has been told.
 
+    It waits for what synchronous calls have left on a GPU, too.
+
     **Local:** where groups are about to be destroyed; nothing keeps other threads from enqueuing.
+
+    Raises:
+        DrainTimeout: Something was not complete after ``timeout_s``.
     """
-    _drain(time.monotonic() + timeout_s, timeout_s, what, pass_over_failed=True)
+    deadline = time.monotonic() + timeout_s
+    _drain(deadline, timeout_s, what, pass_over_failed=True)
+    try:
+        for group in groups():  # NCCL must not be ended beside these, nor a process whose peers they serve
+            group.block_synchronous(deadline)
+    except CollectiveTimeout as error:
+        raise DrainTimeout(f"{what}: {error}") from None
 
 
 def _drain(deadline: float, timeout_s: float, what: str, *, pass_over_failed: bool = False) -> None:

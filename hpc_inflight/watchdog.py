@@ -16,8 +16,8 @@ import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hpc_inflight import _cupy, _mpi, _on_failure, group_set
-from hpc_inflight._rank_reports import Answer, Question, Reports, main_thread_site
+from hpc_inflight import _cupy, _gate, _mpi, _on_failure, group_set
+from hpc_inflight._rank_reports import Answer, Last, Question, Reports, main_thread_site
 from hpc_inflight.config import config
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, InflightError
 from hpc_inflight.work import patience
@@ -30,6 +30,9 @@ if TYPE_CHECKING:
 _ANSWERS_S = 2.0  # for the other ranks to say where they are
 _LEFT_S = 2.0  # what is in flight with a rank that has left may still arrive for so long
 _UNSEEN_S = 5.0  # for somebody to wait for an operation that has failed
+_REMEMBERED = 200  # groups of which a rank that ends says how far it came: MPI sends that at once, as it is small
+_P2P = frozenset({"send", "recv"})
+_BACKSTOP_S = 5.0  # for an abort, which runs the program's callbacks, until the job ends beside it
 _UNWIND_S = 1.0  # for the waiters' exceptions to end the job first, with their tracebacks
 
 
@@ -61,6 +64,11 @@ class Group(group_set.Group, Protocol):
         """Fail what is pending and refuse what comes."""
 
 
+def _place(group: Group, device_type: str) -> int:
+    """Return a number for a group and type of device, the same on all ranks: of numbers alone, Python's hash is."""
+    return hash((group.key(), device_type == "cuda"))
+
+
 @dataclass(frozen=True)
 class _Late:
     """An operation that ought to be complete."""
@@ -83,11 +91,12 @@ class Watchdog:
         self._reports = Reports(self._answer)
         self._done_with: set[int] = set()  # groups, by id, that have failed, or whose watching has
         self._deaf = False  # hearing the other ranks has failed
+        self._last: Last = {}  # of groups that were destroyed, the latest ones
 
     def start(self) -> None:
         """Start watching, unless this process is alone or MPI allows no second thread."""
         if self._thread is None and _mpi.started() and _mpi.mpi().COMM_WORLD.size > 1 and _mpi.thread_multiple():
-            self._stop.clear()
+            self._stop = threading.Event()  # an earlier thread may not have seen its own yet
             patience.seconds = 3 * config().watchdog_s + _ANSWERS_S + _UNWIND_S
             self._thread = threading.Thread(target=self._loop, name="hpc_inflight-watchdog", daemon=True)
             self._thread.start()
@@ -103,11 +112,30 @@ class Watchdog:
     def say_farewell(self) -> None:
         """Tell the other ranks that this one ends, so that none of them waits for it until a deadline."""
         if _mpi.started() and _mpi.thread_multiple():
-            self._reports.say_farewell()
+            for group in group_set.groups():
+                self.remember(group, ends=True)  # type: ignore[arg-type]  # every group of ours is one
+            self._reports.say_farewell(self._last)
+
+    def remember(self, group: Group, *, ends: bool = False) -> None:
+        """Note how far this rank came on a group: nobody waits for it there.
+
+        Args:
+            group: It is about to be destroyed.
+            ends: The process ends instead, and with it what is not complete.
+        """
+        for device_type in ("cpu", "cuda"):
+            reached = group.issued(device_type)
+            if ends:
+                works = [work for work in group.watched_works() if work.device_type == device_type]
+                reached = min([reached, *(work.seq - 1 for work in works if work.op not in _P2P)])
+            if reached > 0:
+                self._last[_place(group, device_type)] = reached
+        while len(self._last) > _REMEMBERED:
+            del self._last[next(iter(self._last))]
 
     def _loop(self) -> None:
-        relaxed = False
-        while not self._stop.wait(config().watchdog_s):
+        relaxed, stop = False, self._stop
+        while not stop.wait(config().watchdog_s):
             relaxed = relaxed or _cupy.relax_captures()
             self.look()
 
@@ -158,24 +186,36 @@ class Watchdog:
 
     def _late(self, group: Group) -> _Late | None:
         now = time.monotonic()
-        pending = None
-        if not group_set.capturing():  # looking at work on a GPU asks CUDA about events
-            pending = next(iter(group.watched_works()), None)
-            if pending is not None:
+        found: list[tuple[str, int, float, float, str]] = []
+        if not _gate.capturing():  # looking at work on a GPU asks CUDA about events
+            found = [(w.op, w.seq, w.issued_at, w.timeout_s, w.device_type) for w in group.watched_works()]
+            if found:
                 self._check(group)
-        if pending is not None:
-            p2p = pending.op in {"send", "recv"}
-            op, seq, began, timeout_s = pending.op, pending.seq, pending.issued_at, pending.timeout_s
-            device_type = pending.device_type
-        elif (running := group.running()) is not None:
-            (op, seq, began, timeout_s, device_type), p2p = running, False
-        else:
-            return None
-        left = tuple(rank for rank in group.key()[0] if now - max(self._reports.left.get(rank, now), began) > _LEFT_S)
-        # a look later than its deadline, so that whoever waits with one of its own raises first and the job lives on
-        if now - began > timeout_s + config().watchdog_s or (left and not p2p):
-            return _Late(op, seq, device_type, p2p, now - began, timeout_s, left)
+        running = group.running()
+        # on a GPU what is being issued may wait for what is pending, which may have a longer timeout of its own
+        if running is not None and (not found or running[4] == "cpu"):
+            found = sorted([running, *found], key=lambda each: each[2])
+        for op, seq, began, timeout_s, device_type in found:  # a later one may have the earlier deadline
+            p2p = op in _P2P
+            left = () if p2p else self._left(group, seq, device_type, now, began)
+            # a look later than the deadline: whoever waits with one of its own raises first, and the job lives on
+            if left or now - began > timeout_s + config().watchdog_s:
+                return _Late(op, seq, device_type, p2p, now - began, timeout_s, left)
         return None
+
+    def _left(self, group: Group, seq: int, device_type: str, now: float, began: float) -> tuple[int, ...]:
+        """Return the ranks that have ended without having issued it; one that did may leave before the others."""
+        reports = self._reports
+        if not reports.left:
+            return ()
+        place = _place(group, device_type)
+        return tuple(
+            rank
+            for rank in group.key()[0]
+            if rank in reports.left
+            and now - max(reports.left[rank], began) > _LEFT_S
+            and reports.last[rank].get(place, 0) < seq
+        )
 
     @staticmethod
     def _check(group: Group) -> None:
@@ -202,9 +242,15 @@ class Watchdog:
         """Say what is wrong, abort the group, and end the job unless the program handles that itself."""
         _on_failure.tell()
         _say(f"rank {_rank()}: {error}; this rank's main thread is at {main_thread_site()}")
+        aborts = config().on_timeout == "abort"
+        backstop = threading.Timer(_BACKSTOP_S, _mpi.abort, (1,))
+        if aborts:  # an abort runs callbacks of the program, in this thread
+            backstop.daemon = True
+            backstop.start()
         group.abort(error)
+        backstop.cancel()
         self._be_done_with(group)
-        if config().on_timeout == "abort":
+        if aborts:
             self._stop.wait(_UNWIND_S)
             _mpi.abort(1)
 

@@ -315,11 +315,14 @@ class Work(BaseWork):  # type: ignore[misc]  # torch's stubs leave it Any
 
     def is_success(self) -> bool:
         """Say whether the operation has ended and did not fail; never blocks."""
-        return self.completion.poll() and self.completion.exception is None
+        return self.completion.poll() and self.exception() is None
 
     def exception(self) -> BaseException | None:
-        """Return why the operation failed, or None."""
-        return self.completion.exception
+        """Return why the operation failed, or None; whoever asks has been told of it, as by a wait."""
+        error = self.completion.exception
+        if error is not None:
+            self.completion.raised = True  # the caller is told
+        return error
 
     def synchronize(self) -> None:
         """Do what ``wait`` without a timeout does."""

@@ -128,10 +128,13 @@ find_slurm() {
     fi
 }
 
+whole_jobs=tests/subprocess
+waiting=("$whole_jobs"/test_{c10d_suite,drills,watchdog_jobs}.py)
+
 # What waits most of its time, for the scheduler and for deadlines.
 waiting_tests() {
     within INT 7200 python -m pytest tests/slurm --ignore=tests/slurm/test_suite.py
-    within INT 3600 python -m pytest tests/subprocess/test_c10d_suite.py tests/subprocess/test_drills.py
+    within INT 3600 python -m pytest "${waiting[@]}"
 }
 
 # shellcheck source=launch/setup.sh
@@ -168,6 +171,5 @@ else
     step "tests/mpi, ranks: 4" mpi_tests 4 "not slow and not once"
 fi
 beside "Slurm, PyTorch's own suite, drills" waiting_tests
-step "whole jobs" within INT 10800 python -m pytest --durations=8 tests/subprocess \
-    --ignore=tests/subprocess/test_c10d_suite.py --ignore=tests/subprocess/test_drills.py
+step "whole jobs" within INT 10800 python -m pytest --durations=8 "$whole_jobs" "${waiting[@]/#/--ignore=}"
 join

@@ -149,20 +149,21 @@ def drills(
         record: Takes the seconds from the failure to the end of each job.
     """
 
-    def problem(job: tuple[str, str, str]) -> str:
+    def run(job: tuple[str, str, str]) -> str:
         name, waiter, group = job
         case, size = cases[name], ranks + (group == "subgroup")
         ended = drill(size, [str(PROGRAM), name, waiter, group], env)
         record(f"{name}, {waiter} waits, {group}: seconds", round(ended.seconds, 1))
-        return _problem(case, ended, size)
+        return problem(case, ended, size)
 
     jobs = list(jobs)
     with ThreadPoolExecutor(at_once) as pool:
-        problems = zip(jobs, pool.map(problem, jobs), strict=True)
+        problems = zip(jobs, pool.map(run, jobs), strict=True)
         return "\n".join(f"{name}, {waiter} waits, {group}: {text}" for (name, waiter, group), text in problems if text)
 
 
-def _problem(case: Case, ended: Ended, size: int) -> str:
+def problem(case: Case, ended: Ended, size: int) -> str:
+    """Return what was wrong with how a job of so many ranks ended; empty if nothing was."""
     if (ended.code == 0) if case.code is None else (ended.code != case.code):
         return f"exit code {ended.code}: {ended}"
     if not re.search(case.said, ended.stderr + ended.stdout):

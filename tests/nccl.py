@@ -7,7 +7,7 @@ import threading
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight import group_set
+from hpc_inflight import _gate
 from hpc_inflight.communicators.base import Reduction
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def closed_gate() -> Iterator[Callable[[], None]]:
     closed, may_open = threading.Event(), threading.Event()
 
     def drain() -> None:
-        group_set.gate.close()
+        _gate.gate.close()
         closed.set()
         may_open.wait(30)
-        group_set.gate.open()
+        _gate.gate.open()
 
     drainer = threading.Thread(target=drain)
     drainer.start()

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import typer
 
 import hpc_inflight as hi
-from hpc_inflight import capture, group_set
+from hpc_inflight import _gate, capture
 
 _GROUPS = (1, 64)
 _BATCH = 100
@@ -39,7 +39,7 @@ def drain(
             started = time.perf_counter()
             for _ in range(_BATCH):
                 capture.begin(lambda: None, stand_in, 10.0, "bench")
-                group_set.capture_ended(stand_in)
+                _gate.capture_ended(stand_in)
             times.append(1e6 * (time.perf_counter() - started) / _BATCH)
         if world.rank == 0:
             typer.echo(f"drain of {count} groups on {device}: median {statistics.median(times):.1f} us")

@@ -30,6 +30,11 @@ def inside_mpi() -> list[str]:
     return [worker.name for worker in list(_workers) if worker.runs()]
 
 
+def in_callback() -> bool:
+    """Say whether the caller is the thread of a group, in a callback, and so part of what a drain waits for."""
+    return any(worker.is_current() for worker in list(_workers))
+
+
 class Worker:
     """Runs blocking MPI calls, in the caller where nothing is before them and in one thread otherwise.
 
@@ -70,14 +75,22 @@ class Worker:
         Returns:
             False when they must be enqueued behind what is.
         """
-        if (self.queued and not self.is_current()) or not self._executing.acquire(blocking=wait_turn):
+        if not self.take_turn(wait=wait_turn):
             return False
         try:
             for operation in operations:
                 operation()
         finally:
-            self._executing.release()
+            self.end_turn()
         return True
+
+    def take_turn(self, *, wait: bool) -> bool:
+        """Keep every other operation of this group from running until `end_turn`; False if one is before the caller."""
+        return not (self.queued and not self.is_current()) and self._executing.acquire(blocking=wait)
+
+    def end_turn(self) -> None:
+        """Undo `take_turn`."""
+        self._executing.release()
 
     @contextlib.contextmanager
     def turn(self) -> Iterator[None]:

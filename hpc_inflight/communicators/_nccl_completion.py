@@ -6,7 +6,7 @@ import threading
 from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol
 
-from hpc_inflight import group_set
+from hpc_inflight import _gate
 from hpc_inflight._poll import poll
 from hpc_inflight._torch_compat import NO_TIMEOUT, timeout_s
 from hpc_inflight.errors import InflightError
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from hpc_inflight._cupy import Runtime
 
-_CHECK_S = 0.1  # how often a host that waits asks NCCL whether anything failed
+CHECK_S = 0.1  # how often a host that waits asks NCCL whether anything failed
 
 _future_lock = threading.Lock()
 
@@ -32,8 +32,8 @@ def may_ask_and_is_done(runtime: Runtime, event: int) -> bool:
     Raises:
         NCCLError: Something failed on the device before it.
     """
-    with group_set.polling:
-        return not (group_set.capturing() or runtime.capturing()) and runtime.event_done(event)
+    with _gate.polling:
+        return not (_gate.capturing() or runtime.capturing()) and runtime.event_done(event)
 
 
 class Stream(Protocol):
@@ -109,7 +109,7 @@ class StreamCompletion(Completion):
     def capture(self) -> None:
         """Note that a CUDA graph takes it, here and in the flight recorder."""
         self.captured = True
-        group_set.keep_while_capturing(self)
+        _gate.keep_while_capturing(self)
         progress = self.progress
         while progress is not None:
             progress.captured = True
@@ -164,7 +164,7 @@ class StreamCompletion(Completion):
             CollectiveTimeout: It is not within ``seconds``.
         """
         deadline = monotonic() + seconds
-        while not poll(self.poll, max(0.0, min(_CHECK_S, deadline - monotonic()))):
+        while not poll(self.poll, max(0.0, min(CHECK_S, deadline - monotonic()))):
             try:
                 self._stream.check()
             except InflightError as error:
@@ -248,6 +248,12 @@ class LateCompletion(StreamCompletion):
             self._launched.set()
         if attached is not None:
             self._settle(*attached)
+
+    def refused(self, exception: BaseException) -> None:
+        """Note that its launch failed; its tensors stay until the device is past it, as a part may be launched."""
+        if not self.completed:
+            self.exception = exception.with_traceback(None)
+        self.launched()
 
     def poll(self) -> bool:
         """Say whether it was launched and is complete."""

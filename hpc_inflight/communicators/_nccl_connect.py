@@ -64,6 +64,7 @@ class Meeting:
         what: For messages, such as ``"NCCL for group 0"``.
         deadline: ``time.monotonic()`` by which it must be done.
         stopped: Says whether nobody wants it any more.
+        life: How many groups of these ranks came before, alike on all: a later group may have the same name.
     """
 
     comm: MPI.Intracomm
@@ -72,6 +73,7 @@ class Meeting:
     what: str
     deadline: float
     stopped: Callable[[], bool] = field(default=lambda: False)
+    life: int = 0
 
     @property
     def leads(self) -> bool:
@@ -94,7 +96,7 @@ class Meeting:
     def tell(self, rank: int, value: Any) -> None:
         """Send to a rank and go on."""
         tag = self.tag if rank == self.members[0] else self.tag + 1
-        _mpi.abandon(self.comm.isend((self.what, value), rank, tag))
+        _mpi.abandon(self.comm.isend(((self.what, self.life), value), rank, tag))
 
     def hear(self, rank: int) -> Any:
         """Return what a rank has sent, or None if nothing has come.
@@ -106,7 +108,7 @@ class Meeting:
         if message is None:
             return None
         what, value = message.recv()
-        return value if what == self.what else None
+        return value if what == (self.what, self.life) else None
 
     def gather(self, own: Any, *, until: Callable[[Any], bool] = lambda _: False) -> dict[int, Any]:
         """Return what the members sent, by rank, as far as it came before the deadline; only on the first one.

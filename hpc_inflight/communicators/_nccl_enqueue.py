@@ -7,7 +7,7 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight import group_set
+from hpc_inflight import _gate
 from hpc_inflight.communicators._nccl_completion import LateCompletion, StreamCompletion
 from hpc_inflight.communicators._nccl_life import Life
 from hpc_inflight.communicators._nccl_stream import LARGE
@@ -95,13 +95,13 @@ class Enqueuer(Life):
 
     def _launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> None:
         if caller and self._capturing():
-            self._check_capture(completion.op)
+            self._enter_capture(completion.op)
             completion.capture()
         while not self._stream.launch(completion, operations, caller):
-            group_set.gate.wait(completion.timeout_s, f"{completion.op} on group {self.name}")
+            _gate.gate.wait(completion.timeout_s, f"{completion.op} on group {self.name}")
 
-    def _check_capture(self, op: str) -> None:
-        """Refuse to capture beside what is in flight on this group, which the graph would not be ordered after."""
+    def _enter_capture(self, op: str) -> None:
+        """Note the graph; refuse it beside what is in flight on this group, which it would not be ordered after."""
         # without asking the device, which a capture forbids; the drain at its beginning has asked
         if count := sum(not work.completed for stream in self._streams() for work in list(stream.pending)):
             msg = (
@@ -110,6 +110,8 @@ class Enqueuer(Life):
                 "group from elsewhere until it has ended"
             )
             raise CaptureError(msg)
+        if self.size > 1:  # alone, NCCL copies, and its communicator has no part in the graph
+            self._graphs.update(_gate.graphs())
 
     # blocks of calls ----------------------------------------------------------------------------------------
 
@@ -143,7 +145,6 @@ class Enqueuer(Life):
         if late is None:
             return None
         with self.runtime.on_device(self._index):
-            self._stream.look_after(self._max_pending, self._timeout_s)
             caller = self.runtime.current_stream(self._index)
             others = self._block_streams - {caller}
             # no one stream's wait makes the memory of several streams safe
@@ -151,11 +152,15 @@ class Enqueuer(Life):
             late.issued_at = time.monotonic()  # not when its first call was collected
             self.launching = late
             try:
+                self._stream.look_after(self._max_pending, self._timeout_s)
                 if others:
                     self._stream.follow(others)
                 self._launch(late, operations, caller)
             except Exception as error:
-                late.finish(error)
+                if late in self._stream.pending or late in self._stream.failed:
+                    late.refused(error)
+                else:
+                    late.finish(error)  # nothing of it was launched
                 raise
             finally:
                 self.launching = None

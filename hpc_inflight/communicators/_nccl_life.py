@@ -6,8 +6,10 @@ import functools
 import logging
 import threading
 import time
+import weakref
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from hpc_inflight import _gate
 from hpc_inflight.communicators._nccl_move import Mover
 from hpc_inflight.errors import (
     CollectiveTimeout,
@@ -15,17 +17,20 @@ from hpc_inflight.errors import (
     DrainTimeout,
     GroupDestroyedError,
     InflightError,
+    NCCLError,
 )
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from hpc_inflight._cupy import Runtime
     from hpc_inflight.communicators._nccl_p2p import Loopback, Pair
     from hpc_inflight.communicators._nccl_stream import Stream
     from hpc_inflight.work import Completion
 
 _END_S = 10.0  # for NCCL to destroy or abort a communicator
-_LAUNCH_S = 1.0  # for a launch to return that is under way then; it takes longer where NCCL waits for other ranks
-_left_behind: list[list[Stream]] = []
+_LAUNCH_S = 1.0  # for a launch or an abort to return that NCCL may keep waiting: for other ranks, or for graphs to go
+_left_behind: list[object] = []
 _log = logging.getLogger(__name__)
 
 
@@ -44,6 +49,7 @@ class Life(Mover):
         self._ended = threading.Event()
         self._lock = threading.Lock()
         self._pairs: dict[tuple[int, int], Pair | Loopback] = {}
+        self._graphs: weakref.WeakSet[_gate.Graph] = weakref.WeakSet()  # those that hold operations of this one
         self._stream = stream
         stream.check = functools.partial(runtime.check, nccl)
 
@@ -65,6 +71,8 @@ class Life(Mover):
     def shutdown(self, timeout_s: float) -> None:
         """Wait for pending works and destroy the communicators; see `Communicator.shutdown`.
 
+        Beside a graph that has captured operations of them they are left to the end of the process.
+
         Raises:
             DrainTimeout: Works were still pending at the deadline; the communicators were aborted.
         """
@@ -72,15 +80,29 @@ class Life(Mover):
         text = f"group {self.name} was destroyed; make a new group, or issue before destroying it"
         self._unusable = self._unusable or GroupDestroyedError(text)
         late: CollectiveTimeout | None = None
+        failed = False
         try:
             for work in self.pending_works():
                 work.block(max(0.0, deadline - time.monotonic()))
+            self.block_synchronous(deadline)
         except CollectiveTimeout as error:
             late = error
             self._fail_pending()
-        self._end(abort=late is not None)
+        except NCCLError:  # of what no work stands for: whoever uses the device next is told
+            failed = True
+        self._end(abort=failed or late is not None)
         if late is not None:
             raise DrainTimeout(f"destroying group {self.name}: {late}") from None
+
+    def block_synchronous(self, deadline: float) -> None:
+        """Block the host until what synchronous calls have left on their streams is complete.
+
+        Nothing is waited for after an abort, which has ended it, nor during a capture, when CUDA must not be asked.
+
+        Raises:
+            CollectiveTimeout: It is not at ``deadline``, a `time.monotonic`.
+            NCCLError: Something failed on the device.
+        """
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
@@ -137,7 +159,6 @@ class Life(Mover):
             self._ended.set()
 
     def _end_all(self, *, abort: bool) -> None:
-        """Do so in threads: NCCL may never return, and offers no deadline."""
         assert self._unusable is not None  # noqa: S101  # for mypy: whoever ends it has said why
         streams, deadline = self._streams(), time.monotonic() + _LAUNCH_S
         busy = [s for s in streams if not s.refuse(self._unusable, max(0.0, deadline - time.monotonic()))]
@@ -145,11 +166,36 @@ class Life(Mover):
             abort = True  # NCCL destroys nothing that is in use, or has failed
         if abort:
             self._fail_pending()  # what was just being launched, too
-        how = self.runtime.abort if abort else self.runtime.destroy
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
+        if abort:
+            with _gate.ending(self.name, 0.0):
+                self._end_each(self.runtime.abort, ended, streams)
+        elif self._graphs:
+            self._leave(ended, "a CUDA graph that captured its operations is not gone")
+        else:
+            with _gate.ending(self.name, 0.0 if self.runtime.capturing() else _END_S) as apart:
+                if apart:
+                    self._end_each(self.runtime.destroy, ended, streams)
+                else:
+                    self._leave(ended, "a CUDA graph is being captured")
+        self._pairs = {}
+
+    def _leave(self, ended: list[Any], why: str) -> None:
+        """Do not call NCCL, which would block until the graphs are gone, and go on beside whatever is captured then.
+
+        A rank on the same node that does call it waits for this one, to its own deadline.
+        """
+        _log.info("group %s: its NCCL communicators are left to the end of the process: %s", self.name, why)
+        _left_behind.append((self, ended))
+
+    def _end_each(self, how: Callable[[Any], None], ended: list[Any], streams: list[Stream]) -> None:
+        """End communicators in threads: NCCL may never return, and offers no deadline."""
         runtime, index = self.runtime, self._index
+        # An abort ends the kernels at once; but the call returns only when graphs that hold them are gone.
+        beside_graphs = bool(self._graphs)
+        patience_s = _LAUNCH_S if beside_graphs else _END_S
 
         def run(nccl: Any) -> None:
             try:
@@ -161,22 +207,19 @@ class Life(Mover):
         # all at once: NCCL may wait for the peer of each, and the peers know them in other orders
         name = f"hpc_inflight-end-{self.name}"
         threads = [threading.Thread(target=run, args=(nccl,), name=name, daemon=True) for nccl in ended]
-        deadline = time.monotonic() + _END_S
+        deadline = time.monotonic() + patience_s
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join(max(0.0, deadline - time.monotonic()))
-        self._pairs = {}
         left = sum(thread.is_alive() for thread in threads)
         if left:
-            _log.warning(
-                "group %s: NCCL did not end %d of %d communicators within %g s; they are left behind",
-                self.name,
-                left,
-                len(threads),
-                _END_S,
-            )
+            text = "group %s: NCCL did not end %d of %d communicators within %g s; they are left behind"
+            level = logging.INFO if beside_graphs else logging.WARNING  # what NCCL waits for is known
+            _log.log(level, text, self.name, left, len(threads), patience_s)
             _left_behind.append(streams)  # with the tensors that it may still be using
+            if beside_graphs:
+                _gate.linger(self.name, self._graphs, threads)
             return
         for stream in streams:
             stream.failed.clear()

@@ -81,6 +81,7 @@ class Pair:
         self._queue: list[tuple[LateCompletion, Message, int]] | None = []  # None from when all is launched at once
         self._failure: InflightError | None = None
         self._started = False
+        self._has_met = False  # NCCL's first call, which blocks until the peer makes its own, is over
         self._thread: threading.Thread | None = None
 
     def stop(self, timeout_s: float) -> None:
@@ -92,7 +93,7 @@ class Pair:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
 
         Returns:
-            Its completion; None if nothing was done, since the gate is closed (`group_set.Gate`).
+            Its completion; None if nothing was done, since the gate is closed (`_gate.Gate`).
 
         Raises:
             InflightError: The pair could not be connected before.
@@ -110,7 +111,7 @@ class Pair:
             if captured:
                 msg = (
                     f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
-                    "graph can do; exchange one message between them before the capture"
+                    "graph can do; exchange one message that is not empty between them before the capture"
                 )
                 raise CaptureError(msg)
             late = message.late(self.stream, self._until)
@@ -143,7 +144,8 @@ class Pair:
         try:
             if self._in_thread:
                 runtime.settle_device(index)
-            self.nccl = self._connect()
+            if self.nccl is None:
+                self.nccl = self._connect()
         except Exception as error:  # noqa: BLE001  # belongs to whoever waits, and to those who issue more
             self._fail(error)
             return
@@ -153,16 +155,20 @@ class Pair:
                 # not under the lock: NCCL's first call on a communicator blocks until the peer makes its own
                 self.stream.launch_behind(late, [self._launch(message)], event)
             except Exception as error:  # noqa: BLE001  # as above
-                late.finish(error)
+                late.refused(error)
             else:
                 late.launched()
+                self._has_met = self._has_met or message.nbytes > 0  # of an empty one NCCL is told nothing
             self.stream.events.append(event)
 
     def _next(self) -> tuple[LateCompletion, Message, int] | None:
         with self._lock:
             if self._queue:
                 return self._queue.pop(0)
-            self._queue = None
+            if self._has_met:
+                self._queue = None
+            else:
+                self._started = False  # the next message begins another thread
             return None
 
     def _fail(self, error: Exception) -> None:
@@ -224,14 +230,16 @@ class Loopback:
                         f"meets a receive of {received.nbytes}; give both ends one size"
                     )
                     raise InvalidArgumentError(msg)  # noqa: TRY301  # both ends are told, as of whatever fails
-                stream.launch_behind(late, [copy], event)
-                runtime.event_record(first.event, stream.raw)
+                try:
+                    stream.launch_behind(late, [copy], event)
+                finally:
+                    runtime.event_record(first.event, stream.raw)
             except Exception as error:  # noqa: BLE001  # as above
                 failure = error
             stream.events += [event, before]
         if failure is not None:  # callbacks run in here, and may issue: not under the lock
-            first.finish(failure)
-            late.finish(failure)
+            first.refused(failure)
+            late.refused(failure)
             raise failure
         first.launched()
         late.launched()

@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_inflight import group_set
 from hpc_inflight._cupy import raise_nccl_error
+from hpc_inflight._gate import gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 
     Launch = Callable[[int], Callable[[], None] | None]
 
-_gate = group_set.gate
 _SOON = 8  # issues after which old completions are looked at again, all but one of them without asking the device
 LARGE = 1 << 20  # bytes: for such outputs it is worth asking each time, so that their memory comes back soon
 
@@ -42,7 +41,9 @@ class Stream:
 
     def __init__(self, runtime: Runtime, index: int, check: Callable[[], None], *, in_order: bool = True) -> None:
         self._own: list[int] = []
+        self._own_streams: list[Any] = []
         self.events = runtime.events.setdefault(index, [])
+        self._streams = runtime.streams.setdefault(index, [])
         self.runtime = runtime
         self.index = index
         self.check = check
@@ -50,7 +51,7 @@ class Stream:
         self.lock = threading.Lock()
         self.pending: deque[StreamCompletion] = deque()
         self.failed: list[object] = []
-        self._stream = runtime.new_stream(index)
+        self._stream = self._own_stream()
         self.raw = runtime.raw_stream(self._stream)
         self._futures: Any = None  # a stream for completing futures, which orders them after their event and no other
         self._start = self.own_event()
@@ -71,8 +72,17 @@ class Stream:
         self._own.append(event)
         return event
 
+    def _own_stream(self) -> Any:
+        try:
+            stream = self._streams.pop(0)  # the one that is unused for longest
+        except IndexError:
+            stream = self.runtime.new_stream(self.index)
+        self._own_streams.append(stream)
+        return stream
+
     def __del__(self) -> None:
         self.events += self._own
+        self._streams += self._own_streams
 
     def follow(self, streams: Iterable[int]) -> None:
         """Order what is launched next after what these streams have so far."""
@@ -84,7 +94,7 @@ class Stream:
     def launch(self, completion: StreamCompletion, operations: Sequence[Launch], caller: int) -> bool:
         """Launch operations behind what the stream ``caller`` has so far; with the device current.
 
-        The gate is looked at, and the completion kept, under the lock: see `group_set.Gate`.
+        The gate is looked at, and the completion kept, under the lock: see `hpc_inflight._gate.Gate`.
 
         Returns:
             False if nothing was launched, since the gate is closed; a capture is not asked for.
@@ -95,7 +105,7 @@ class Stream:
         start, raw = self._start, self.raw
         with self.lock:
             pends = not completion.captured
-            if pends and _gate.closed and not _gate.is_mine():
+            if pends and gate.closed and not gate.is_mine():
                 return False
             self._record(start, caller)
             self._wait(raw, start)
@@ -109,7 +119,11 @@ class Stream:
             except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
                 raise_nccl_error(completion.op, error)
             finally:
-                self._record(completion.event, raw)
+                try:
+                    self._record(completion.event, raw)
+                except Exception:  # as of an abort that did not wait: nothing tells when the device is past it
+                    self.failed.append(completion)
+                    raise
                 if pends:
                     self.pending.append(completion)
         return True
@@ -119,7 +133,7 @@ class Stream:
         with self.lock:
             if self._refuse is not None:
                 self._refuse()
-            if _gate.closed and not _gate.is_mine():
+            if gate.closed and not gate.is_mine():
                 return False
             self.pending.append(completion)
         return True
@@ -164,12 +178,14 @@ class Stream:
         """
         pending = self.pending
         if self.in_order:
+            ended: list[StreamCompletion] = []
             with self.lock:
                 for place in (len(pending) - 1, len(pending) // 2, 0):
                     if pending and pending[place].poll() and (not place or pending[place].exception is None):
-                        for _ in range(place + 1):
-                            pending.popleft().finish()
+                        ended = [pending.popleft() for _ in range(place + 1)]
                         break
+            for completion in ended:  # may complete a future: not under the lock
+                completion.finish()
         else:
             self.retire()
         while len(pending) >= limit:
@@ -183,7 +199,7 @@ class Stream:
         runtime = self.runtime
         with runtime.on_device(self.index), self.lock:
             if self._futures is None:
-                self._futures = runtime.new_stream(self.index)
+                self._futures = self._own_stream()
             runtime.stream_wait(runtime.raw_stream(self._futures), event)
         # callbacks run in here, and may issue: not under the lock
         runtime.run_on(self._futures, lambda: future.set_result(outputs))

@@ -139,4 +139,4 @@ class Communicator(Protocol):
         """Fail what is pending, also with everyone who waits, and refuse the rest; local, releases nothing."""
 
     def shutdown(self, timeout_s: float) -> None:
-        """Wait for pending works, then release everything; further calls raise `GroupDestroyedError`."""
+        """Wait for pending works, then release what no CUDA graph holds; further calls raise `GroupDestroyedError`."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from hpc_inflight import _mpi, group_set
+from hpc_inflight import _gate, _mpi
 from hpc_inflight._mpi_agree import subset
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators import _mpi_barrier
@@ -62,6 +62,8 @@ class MPICommunicator(Mover):
         self._nth = _made[self.global_ranks]
         _made[self.global_ranks] += 1
         self.called_at = 0.0  # when an operation began that runs in its caller; 0 when none does
+        self.called_seq = 0  # its number
+        self._at_once: Completion | None = None  # what a callback has issued, and runs in it
         # one rank has nobody to wait for; and without MPI_THREAD_MULTIPLE no second thread may call MPI
         self._inline_only = self.size == 1 or not _mpi.thread_multiple()
         # nothing can make a thread raise that is inside MPI, so a program that lives on after a deadline waits outside
@@ -93,15 +95,18 @@ class MPICommunicator(Mover):
             self._refuse()
         if self._never_in_caller and not self._worker.is_current():
             return None
-        self.called_at = time.monotonic()
-        ran = True
+        worker = self._worker
+        if not worker.take_turn(wait=self._inline_only):
+            return None
         try:
-            ran = self._worker.run_inline(operations, wait_turn=self._inline_only)
+            self.seq = self.called_seq = next(self._numbers)  # here, as the watchdogs of other ranks ask meanwhile
+            self.called_at = time.monotonic()
+            for operation in operations:
+                operation()
         finally:
             self.called_at = 0.0
-            if ran:  # also one that raised: the other ranks count it
-                self.seq = next(self._numbers)
-        return _DONE if ran else None
+            worker.end_turn()
+        return _DONE
 
     def enqueue(
         self,
@@ -128,9 +133,9 @@ class MPICommunicator(Mover):
         return Work(completion, outputs)
 
     def _begin_enqueuing(self, op: str, timeout_s: float) -> None:
-        """Take the issue lock, once no other thread drains; see `group_set.Gate`."""
+        """Take the issue lock, once no other thread drains; see `_gate.Gate`."""
         # what a callback in the worker issues is part of the work that the drain waits for
-        group_set.gate.enter(self._issue_lock, timeout_s, op, self.name, self._worker.is_current)
+        _gate.gate.enter(self._issue_lock, timeout_s, op, self.name, self._worker.is_current)
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""
@@ -152,11 +157,14 @@ class MPICommunicator(Mover):
         self.seq = next(self._numbers)
         completion = Completion(op, self.name, self.seq, timeout_s)
         completion.start()
+        self._at_once = completion
         error: BaseException | None = None
         try:
             self._worker.run_inline(operations, wait_turn=True)
         except Exception as caught:  # noqa: BLE001  # an asynchronous operation fails when it is waited for
             error = caught
+        finally:
+            self._at_once = None
         completion.finish(error)
         return completion
 
@@ -211,7 +219,9 @@ class MPICommunicator(Mover):
 
     def pending_works(self) -> list[Completion]:
         """See `Communicator.pending_works`."""
-        return sorted([*self._worker.pending(), *self._requests.pending()], key=lambda c: c.issued_at)
+        at_once = self._at_once
+        here = [] if at_once is None or at_once.completed else [at_once]
+        return sorted([*here, *self._worker.pending(), *self._requests.pending()], key=lambda c: c.issued_at)
 
     def split(self, ranks: Sequence[int], name: str, timeout_s: float) -> MPICommunicator:
         """See `Communicator.split`."""
@@ -245,6 +255,8 @@ class MPICommunicator(Mover):
         error = error or CommunicatorAborted(f"group {self.name} was aborted; make a new group")
         self.give_up(error)
         self._worker.abort(error)
+        if (at_once := self._at_once) is not None:
+            at_once.fail(error)
         self._requests.give_up(error)
 
     # checks -------------------------------------------------------------------------------------------------

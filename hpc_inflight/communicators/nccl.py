@@ -9,16 +9,18 @@ import threading
 import time
 from typing import TYPE_CHECKING, Any
 
-from hpc_inflight import _cupy, _mpi, group_set
+from hpc_inflight import _cupy, _gate, _mpi
+from hpc_inflight._poll import poll
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
-from hpc_inflight.communicators._nccl_completion import StreamCompletion, may_ask_and_is_done
+from hpc_inflight.communicators._nccl_completion import CHECK_S, StreamCompletion, may_ask_and_is_done
 from hpc_inflight.communicators._nccl_connect import TAGS, Meeting, connect
 from hpc_inflight.communicators._nccl_enqueue import Enqueuer
 from hpc_inflight.communicators._nccl_p2p import Loopback, Message, Pair
 from hpc_inflight.communicators._nccl_stream import Stream, run_here
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.errors import (
+    CollectiveTimeout,
     InflightError,
     InvalidArgumentError,
     NCCLError,
@@ -81,6 +83,7 @@ class NCCLCommunicator(Enqueuer):
         index: This rank's device.
         timeout_s: Seconds for all ranks to come here.
         stopped: Says whether nobody wants it any more, so that its ranks need not be waited for.
+        life: See `_nccl_connect.Meeting`.
     """
 
     def __init__(
@@ -91,6 +94,7 @@ class NCCLCommunicator(Enqueuer):
         index: int,
         timeout_s: float,
         stopped: Callable[[], bool] = lambda: False,
+        life: int = 0,
     ) -> None:
         runtime: _cupy.Runtime | InflightError
         try:
@@ -105,11 +109,12 @@ class NCCLCommunicator(Enqueuer):
         except NCCLUnavailableError as error:
             runtime = error
         ranks = range(comm.size)
-        meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s, stopped)
+        meeting = Meeting(comm, ranks, tag, f"NCCL for group {name}", time.monotonic() + timeout_s, stopped, life)
         nccl = connect(meeting, runtime, index)
         super().__init__(_cupy.runtime(), index, comm.rank, comm.size, nccl, name, stream, timeout_s)
         self._record = self.runtime.event_record
         self._comm = comm
+        self._life = life
         self._tag = tag
         self._p2p_numbers = itertools.count(1)
         self._left = self._past = 0  # the last synchronous operation, and the last that is known to be complete
@@ -120,7 +125,7 @@ class NCCLCommunicator(Enqueuer):
     def run_now(self, operations: Sequence[Launch]) -> DoneWork:
         """Launch operations on the current stream; see `Communicator.run_now`."""
         if self._stream.pending and self._capturing():
-            self._check_capture("a synchronous collective")
+            self._enter_capture("a synchronous collective")
         index = self._index
         caller = self._current_stream(index)
         if self._current_device() != index:
@@ -135,13 +140,17 @@ class NCCLCommunicator(Enqueuer):
         if self._unusable:  # asked under the lock: what ends a communicator takes it in between
             self._refuse()
         self.seq = seq = next(self._numbers)
+        alone = self.size == 1  # nobody waits for anybody, and NCCL's communicator has no part in a graph
+        captured = not alone and caller and self._capturing()
+        if captured:  # noted before: what fails behind the launch leaves it in the graph
+            self._graphs.update(_gate.graphs())
         try:
             run_here(self.runtime, operations, caller)
         except NCCLError:
             if self._unusable:  # an abort ended it
                 self._refuse()
             raise
-        if self.size > 1 and not (caller and self._capturing()):  # alone nobody waits for anybody
+        if not alone and not captured:
             self._record(self._here, caller)
             self._left = seq
 
@@ -161,6 +170,20 @@ class NCCLCommunicator(Enqueuer):
                 return seen
         self._past, self._seen = left, None
         return None
+
+    def block_synchronous(self, deadline: float) -> None:
+        """See `Life.block_synchronous`."""
+
+        def done() -> bool:
+            if self._left == self._past or self._stopping or _gate.capturing() or self._capturing():
+                return True
+            return may_ask_and_is_done(self.runtime, self._here)
+
+        while not poll(done, max(0.0, min(CHECK_S, deadline - time.monotonic()))):
+            self._stream.check()
+            if time.monotonic() >= deadline:
+                msg = f"the synchronous collectives up to seq {self._left} on group {self.name}: not complete in time"
+                raise CollectiveTimeout(f"{msg}; a rank has not issued one, or is stuck")
 
     # point to point -----------------------------------------------------------------------------------------
 
@@ -204,10 +227,10 @@ class NCCLCommunicator(Enqueuer):
             caller = runtime.current_stream(index)
             message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
             if caller and self._capturing():
-                self._check_capture(op)
+                self._enter_capture(op)
             else:
                 while (issued := pair.issue(message)) is None:
-                    group_set.gate.wait(timeout_s, f"{op} on group {self.name}")
+                    _gate.gate.wait(timeout_s, f"{op} on group {self.name}")
                 return issued
             captured = pair.issue(message, captured=True)
             assert captured is not None  # noqa: S101  # for mypy: a capture passes the gate
@@ -234,7 +257,7 @@ class NCCLCommunicator(Enqueuer):
 
         def meet() -> Any:
             deadline = time.monotonic() + self._timeout_s
-            meeting = Meeting(self._comm, key, self._tag + TAGS, what, deadline, lambda: self._stopping)
+            meeting = Meeting(self._comm, key, self._tag + TAGS, what, deadline, lambda: self._stopping, self._life)
             return connect(meeting, self.runtime, self._index)
 
         def check() -> None:

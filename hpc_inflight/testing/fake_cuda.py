@@ -60,6 +60,7 @@ class FakeCuda:
         self.fail: Callable[[str], None] = lambda _name: None
         self.late_s = late_s
         self.events: dict[int, list[int]] = {}
+        self.streams: dict[int, list[Any]] = {}
         self.is_capturing = False
         self._streams: dict[int, FakeStream] = {}
         self._handles = itertools.count(100)

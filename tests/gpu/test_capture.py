@@ -7,15 +7,18 @@ import os
 import statistics
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import hpc_inflight as hi
-from hpc_inflight import capture, group_set
+from hpc_inflight import _cupy, _gate, capture, group_set
 from hpc_inflight.work import Completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # what torch warns of where nothing is captured, as with one rank, or on purpose in these tests
 pytestmark = [
@@ -71,11 +74,13 @@ def test_works_in_flight_then_a_capture_then_replays(rank: int, size: int, tenso
 class _Asker(threading.Thread):
     """What a watchdog without our gate does: it asks CUDA about an event from another thread."""
 
-    def __init__(self, event: torch.cuda.Event) -> None:
+    def __init__(self, event: torch.cuda.Event, first: Callable[[], None] = lambda: None) -> None:
         super().__init__(daemon=True)
         self.event, self.go, self.done = event, threading.Event(), threading.Event()
+        self.first = first
 
     def run(self) -> None:
+        self.first()
         self.go.wait(60)
         with contextlib.suppress(RuntimeError):
             self.event.query()
@@ -94,7 +99,7 @@ def test_an_event_query_by_another_thread_kills_a_capture_and_the_watchdog_makes
         asker.go.set()
         assert asker.done.wait(60)
         tensor.add_(1)
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     torch.cuda.synchronize()
     work: Any = dist.all_reduce(tensor, async_op=True)
     looked = threading.Event()
@@ -115,6 +120,24 @@ def test_an_event_query_by_another_thread_kills_a_capture_and_the_watchdog_makes
         dist.all_reduce(tensor)
     thread.join()
     work.wait()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert tensor[0].item() == total(size)
+
+
+def test_a_thread_that_connects_or_ends_nccl_kills_no_capture(
+    rank: int, size: int, gpu: torch.device, tensor: torch.Tensor
+) -> None:
+    event = torch.cuda.Event()
+    event.record()
+    asker = _Asker(event, lambda: _cupy.runtime().settle_device(gpu.index))
+    asker.start()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        asker.go.set()
+        assert asker.done.wait(60)
+        tensor.fill_(rank)
+        dist.all_reduce(tensor)
     graph.replay()
     torch.cuda.synchronize()
     assert tensor[0].item() == total(size)
@@ -203,7 +226,7 @@ def test_a_body_that_raises_leaves_no_mark(rank: int, size: int, tensor: torch.T
     with pytest.raises(KeyError, match="body"), torch.cuda.graph(torch.cuda.CUDAGraph()):  # noqa: PT012
         tensor.add_(1)
         raise KeyError("body")
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     torch.cuda.synchronize()
     tensor.fill_(rank)
     work = dist.all_reduce(tensor, async_op=True)
@@ -247,34 +270,52 @@ def test_two_captures_at_once(rank: int, size: int, tensor: torch.Tensor) -> Non
     for thread in threads:
         thread.join(120)
     assert errors == []
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     for i, graph in enumerate(graphs):
         tensors[i].fill_(rank + i)
         graph.replay()
         torch.cuda.synchronize()
         assert tensors[i][0].item() == total(size, i + 1)
-    del graphs[:]
+    del graphs[:], graph
     torch.cuda.synchronize()
     for group in groups:
         dist.destroy_process_group(group)
 
 
-@pytest.mark.parametrize("graph_first", [True, False])
-def test_destroying_after_a_capture(rank: int, size: int, tensor: torch.Tensor, graph_first: bool) -> None:
-    group = dist.new_group(list(range(size)))
-    dist.all_reduce(tensor, group=group)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+@pytest.mark.parametrize("end", ["gone", "reset", "kept"])
+def test_destroying_after_a_capture(rank: int, size: int, tensor: torch.Tensor, end: str) -> None:
+    """A graph that lives longer than its group can be replayed; what ends, and when, meets no later capture."""
+    for _ in range(3):
+        group: Any = dist.new_group(list(range(size)))
         dist.all_reduce(tensor, group=group)
-    graph.replay()
-    torch.cuda.synchronize()
-    if graph_first:
-        del graph
-    started = time.monotonic()
-    dist.destroy_process_group(group)
-    assert time.monotonic() - started < 60
-    dist.all_reduce(tensor)
-    torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            dist.all_reduce(tensor, group=group)
+        graph.replay()
+        torch.cuda.synchronize()
+        if end == "reset":
+            graph.reset()
+        elif end == "gone":
+            del graph
+        nccl = group._nccl._nccl
+        started = time.monotonic()
+        dist.destroy_process_group(group)
+        assert time.monotonic() - started < 5
+        left = id(nccl) in _cupy.runtime()._kept
+        assert left == (end == "kept" and size > 1)  # alone, NCCL's communicator has no part in the graph
+        if end == "kept":
+            tensor.fill_(rank)
+            graph.replay()
+            torch.cuda.synchronize()
+            assert tensor[0].item() == total(size)
+            del graph
+        after = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(after):
+            dist.all_reduce(tensor)
+        tensor.fill_(rank)
+        after.replay()
+        torch.cuda.synchronize()
+        assert tensor[0].item() == total(size)
 
 
 def test_graphed_callables(rank: int, size: int, tensor: torch.Tensor) -> None:
@@ -296,7 +337,7 @@ def test_what_the_drain_costs(rank: int, size: int, tensor: torch.Tensor) -> Non
         started = time.perf_counter()
         capture.begin(lambda: None, graph, 10.0, "test")
         times.append(time.perf_counter() - started)
-        group_set.capture_ended(graph)
+        _gate.capture_ended(graph)
     if rank == 0:
         print(f"\ndrain with nothing pending: median {1e6 * statistics.median(times):.1f} us")  # noqa: T201
     assert statistics.median(times) < 1e-3

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import statistics
 import sys
 import textwrap
 import time
@@ -21,16 +22,17 @@ if TYPE_CHECKING:
 def test_create_and_destroy_many_times(rank: int, size: int, gpu: torch.device) -> None:
     cycles = int(os.environ.get("HPC_INFLIGHT_TEST_CYCLES", "20"))  # half a second each
     tensor = torch.ones(1000, device=gpu)
-    used = []
+    free = []
     for i in range(cycles):
         group = dist.new_group(range(size))
         tensor.fill_(1)
         dist.all_reduce(tensor, group=group, async_op=bool(i % 2))
         dist.destroy_process_group(group)
-        if i in {cycles // 4, cycles - 1}:
-            assert tensor[0].item() == size
-            used.append(torch.cuda.mem_get_info()[0])
-    assert used[0] - used[1] < 256 << 20, "device memory is lost with every group"
+        assert tensor[0].item() == size
+        free.append(torch.cuda.mem_get_info()[0])
+    # by two groups, one of each kind; of the whole device, on which other processes may begin and end
+    lost = [before - after for before, after in zip(free, free[2:], strict=False)]
+    assert statistics.median(lost) < 4 << 20, f"device memory is lost with every group: {lost}"
 
 
 def test_destroyed_twice_and_in_any_order(rank: int, size: int, gpu: torch.device) -> None:

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 import hpc_inflight as hi
+from hpc_inflight import _cupy
 
 MIB_8 = 2 * 1024 * 1024  # float32 elements
 
@@ -22,6 +23,34 @@ def test_a_ring_in_which_all_send_first(rank: int, size: int, gpu: torch.device)
         assert sent is not None
         sent.wait()
         assert received.unique().tolist() == [(rank - 1) % size + i]
+
+
+def test_a_ring_after_one_of_empty_tensors(rank: int, size: int, gpu: torch.device) -> None:
+    """Of an empty message NCCL is told nothing, so the next one is its first, which waits for the peer."""
+    if size == 1:
+        pytest.skip("needs two ranks")
+    group = dist.new_group(list(range(size)))
+    for count in (0, MIB_8, 0, MIB_8):
+        received = torch.empty(count, device=gpu)
+        sent = dist.isend(torch.full((count,), float(rank), device=gpu), (rank + 1) % size, group=group)
+        dist.recv(received, (rank - 1) % size, group=group)
+        assert sent is not None
+        sent.wait()
+        assert received.unique().tolist() == [(rank - 1) % size] * bool(count)
+    dist.destroy_process_group(group)
+
+
+def test_no_stream_is_given_out_twice(gpu: torch.device) -> None:
+    runtime = _cupy.runtime()
+    made = [runtime.new_stream(gpu.index) for _ in range(80)]
+    torchs = [torch.cuda.Stream(gpu, priority=-1) for _ in range(80)]
+    own = {runtime.raw_stream(stream) for stream in made}
+    assert len(own) == len(made)
+    assert not own & {stream.cuda_stream for stream in torchs}
+    with torch.cuda.stream(made[0]):
+        assert torch.cuda.current_stream(gpu).cuda_stream == runtime.raw_stream(made[0])
+        assert torch.ones(4, device=gpu).sum().item() == 4
+    runtime.streams[gpu.index] += made
 
 
 def test_a_ring_in_which_all_receive_first(rank: int, size: int, gpu: torch.device) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 import hpc_inflight as hi
 
@@ -128,6 +129,22 @@ def test_wait_with_a_timeout_blocks_the_host(rank: int, size: int, gpu: torch.de
     work.wait(timedelta(seconds=60))
     assert work.is_completed()
     assert work.is_success()
+
+
+def test_a_synchronous_call_is_watched_by_its_own_timeout(rank: int, size: int, gpu: torch.device) -> None:
+    group: Any = dist.group.WORLD
+    tensor = torch.full((COUNT,), float(rank), device=gpu)
+    dist.all_reduce(torch.zeros_like(tensor))
+    torch.cuda.synchronize()
+    opts = AllreduceOptions()
+    opts.asyncOp, opts.timeout = False, timedelta(seconds=600)
+    hold_up(5 * LONG)
+    work = group.allreduce([tensor], opts)
+    assert (work.completion.op, work.completion.timeout_s) == ("all_reduce", 600.0)
+    assert work.completion in group.watched_works()
+    work.wait()  # orders this stream, and no host
+    assert not work.is_completed()
+    assert tensor.sum().item() == COUNT * total(size)
 
 
 def test_futures_chain(rank: int, size: int, gpu: torch.device) -> None:

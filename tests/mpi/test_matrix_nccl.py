@@ -85,4 +85,4 @@ def teams(teams_on_mpi: dict[str, Any], rank: int) -> Iterator[dict[str, Any]]:
         world = teams_on_mpi["world"].group
         world._nccl.shutdown(60)
         del world._open
-        world._nccl, world._nccl_index = None, -1
+        world._nccl, world._nccl_index = None, None

@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 import hpc_inflight as hi
-from hpc_inflight import _cupy
-from hpc_inflight.testing import gather_on_all_ranks
+from hpc_inflight import _cupy, _gate, capture, group_set
+from hpc_inflight.testing import gather_on_all_ranks, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -47,6 +47,29 @@ def test_all_ranks_have_one(runtime: FakeRuntime, group: Any, rank: int, size: i
     assert group._open_nccl("all_reduce", -1) is made
     with pytest.raises(hi.InvalidArgumentError, match=r"all_reduce: the tensor is on cuda:3; .* uses cuda:-1"):
         group._open_nccl("all_reduce", 3)
+
+
+def test_a_group_counts_until_nccl_has_ended_its_communicator(
+    runtime: FakeRuntime, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # after the last group captures go by unseen
+    made: Any = dist.new_group(range(size))
+    made._open_nccl("all_reduce", -1)
+    done: list[Any] = []
+    discard = group_set.discard
+
+    def see_destroy(name: str) -> None:
+        if name == "destroy":
+            done.append(made in hi.groups())
+
+    def see_discard(ticket: int) -> None:
+        done.append("gone")
+        discard(ticket)
+
+    runtime.fail = see_destroy
+    monkeypatch.setattr(group_set, "discard", see_discard)
+    dist.destroy_process_group(made)
+    assert done == [False, "gone"]
 
 
 def test_one_rank_without_cupy(runtime: FakeRuntime, group: Any, rank: int, size: int) -> None:
@@ -237,3 +260,52 @@ def test_device_id_connects_at_once(runtime: FakeRuntime, group: Any, monkeypatc
     group.eager_connect_single_device(torch.device("cpu"))
     assert opened == [1]
     assert group.bound_device_id == torch.device("cuda", 1)
+
+
+def test_a_drain_waits_for_a_thread_that_connects(runtime: FakeRuntime, group: Any) -> None:
+    """NCCL's setup would end a capture that began beside it."""
+    inside, go_on, capturing = threading.Event(), threading.Event(), []
+
+    def hold(name: str) -> None:
+        if name == "communicator":
+            inside.set()
+            assert go_on.wait(30)
+            capturing.append(_gate.capturing())
+
+    runtime.fail = hold
+    connecting = threading.Thread(target=lambda: group._open_nccl("all_reduce", -1))
+    connecting.start()
+    assert inside.wait(30)
+    with pytest.raises(hi.DrainTimeout):
+        hi.wait_for_all_pending_works(0.05)
+    threading.Timer(0.2, go_on.set).start()
+    stand_in = threading.Event()  # for a graph
+    capture.begin(lambda: None, stand_in, 30.0, "capture")
+    _gate.capture_ended(stand_in)
+    connecting.join(30)
+    assert capturing == [False]
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_callback_connects_beside_a_drain_that_waits_for_it(
+    runtime: FakeRuntime, group: Any, rank: int, size: int
+) -> None:
+    other: Any = dist.new_group(range(size))
+    entered, connected = threading.Event(), threading.Event()
+
+    def connect(_: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():  # where the work was not complete before
+            entered.set()
+            wait_until(lambda: _gate.gate.closed)
+        group._open_nccl("all_reduce", -1)
+        connected.set()
+
+    if rank == size - 1:
+        time.sleep(0.3)
+    work: Any = dist.all_reduce(torch.ones(4), group=other, async_op=True)
+    future = work.get_future().then(connect)
+    wait_until(lambda: entered.is_set() or connected.is_set())
+    hi.wait_for_all_pending_works(30)
+    future.wait()
+    assert connected.is_set()
+    dist.destroy_process_group(other)

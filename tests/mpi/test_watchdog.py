@@ -6,12 +6,18 @@ import re
 import statistics
 import threading
 import time
+from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import AllreduceOptions
 
 import hpc_inflight as hi
+from hpc_inflight import _mpi
+from hpc_inflight.communicators.mpi import MPICommunicator
+from hpc_inflight.testing import wait_until
 from hpc_inflight.watchdog import watchdog
 
 
@@ -63,3 +69,34 @@ def test_a_drain_that_gives_up_names_group_rank_operation_shape_and_age(rank: in
         assert work is not None
         work.wait()
     dist.destroy_process_group(group)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_synchronous_call_is_watched_by_its_own_timeout(rank: int, size: int) -> None:
+    group: Any = dist.new_group(range(size), timeout=timedelta(seconds=1200))
+    opts = AllreduceOptions()
+    opts.asyncOp, opts.timeout = False, timedelta(seconds=600)
+    tensor = torch.ones(4)
+    caller = threading.Thread(target=lambda: group.allreduce([tensor], opts).wait())
+    if rank == 0:
+        caller.start()
+        wait_until(lambda: bool(group.watched_works()))
+        assert [(work.op, work.seq, work.timeout_s) for work in group.watched_works()] == [("all_reduce", 1, 600.0)]
+    dist.barrier()
+    if rank:
+        caller.start()
+    caller.join(60)
+    assert tensor.tolist() == [float(size)] * 4
+    dist.destroy_process_group(group)
+
+
+def test_an_interrupt_in_a_call_leaves_nothing_pending() -> None:
+    comm = MPICommunicator(_mpi.mpi().COMM_SELF.Dup(), "alone")
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        comm.enqueue("all_reduce", [interrupted], (), 5.0)
+    assert comm.pending_works() == []
+    comm.shutdown(5.0)

@@ -4,85 +4,16 @@ from __future__ import annotations
 
 import gc
 import threading
-from typing import TYPE_CHECKING, Any
+import time
+from typing import Any
 
 import pytest
 import torch
 
-from hpc_inflight import capture, group_set
+from hpc_inflight import _gate, capture, group_set
 from hpc_inflight.config import config
 from hpc_inflight.errors import CommunicatorAborted, DrainTimeout
-from hpc_inflight.work import Completion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-
-class Group:
-    def __init__(self) -> None:
-        self.works: list[Completion] = []
-        self.failure: Exception | None = None
-
-    def issue(self, op: str = "all_reduce") -> Completion:
-        self.works.append(Completion(op, "test", len(self.works) + 1, 30.0))
-        return self.works[-1]
-
-    def pending_works(self) -> list[Completion]:
-        return [work for work in self.works if not work.completed]
-
-    def is_idle(self) -> bool:
-        return not self.pending_works() and self.failure is None
-
-    def quiesce(self, timeout_s: float) -> bool:  # noqa: ARG002  # the protocol's
-        if self.failure is not None:
-            raise self.failure
-        return True
-
-    def shape_of(self, _work: Completion) -> str:
-        return "shape (4,), torch.float32"
-
-    def describe(self) -> str:
-        return "group test (rank 0 of 2)"
-
-    def forked(self) -> None:
-        pass
-
-
-class Graph:
-    """What a capture does to this process, without CUDA."""
-
-    def __init__(self) -> None:
-        self.seen: list[Any] = []
-        self.fails = False
-        self.during: Callable[[], object] = lambda: None
-
-    def capture_begin(self, pool: object = None, capture_error_mode: str = "global") -> None:
-        self.seen.append((pool, capture_error_mode, group_set.capturing(), group_set.gate.closed))
-        self.during()
-        if self.fails:
-            raise RuntimeError("capture refused")
-
-    def capture_end(self) -> None:
-        if self.fails:
-            raise RuntimeError("capture invalidated")
-
-
-@pytest.fixture
-def graph_class(monkeypatch: pytest.MonkeyPatch) -> type[Graph]:
-    made = type("CUDAGraph", (Graph,), {"capture_begin": Graph.capture_begin, "capture_end": Graph.capture_end})
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", made)
-    return made
-
-
-@pytest.fixture
-def group(graph_class: type[Graph]) -> Iterator[Group]:
-    made = Group()
-    ticket = group_set.add(made)  # the first group: the hook comes
-    yield made
-    group_set.discard(ticket)
-    assert graph_class.capture_begin is Graph.capture_begin
-    assert not group_set.capturing()
-    assert not group_set.gate.closed
+from tests.captures import Graph, Group
 
 
 def test_a_capture_waits_for_what_is_in_flight(graph_class: type[Graph], group: Group) -> None:
@@ -93,10 +24,10 @@ def test_a_capture_waits_for_what_is_in_flight(graph_class: type[Graph], group: 
     graph.capture_begin("pool", capture_error_mode="relaxed")
     assert work.completed
     assert graph.seen == [("pool", "relaxed", True, True)]  # the mark is there, and nobody may enqueue, when it begins
-    assert group_set.capturing()
-    assert not group_set.gate.closed  # other threads' CPU works go on during the capture
+    assert _gate.capturing()
+    assert not _gate.gate.closed  # other threads' CPU works go on during the capture
     graph.capture_end()
-    assert not group_set.capturing()
+    assert not _gate.capturing()
 
 
 def test_a_drain_that_times_out_begins_no_capture_and_names_the_work(
@@ -111,7 +42,7 @@ def test_a_drain_that_times_out_begins_no_capture_and_names_the_work(
     ):
         capture.begin(lambda: graph.capture_begin(), graph, 0.05, "capture")  # noqa: PLW0108  # the hook's is meant
     assert graph.seen == []
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     work.finish()
     graph.capture_begin()
     graph.capture_end()
@@ -122,18 +53,18 @@ def test_a_failed_capture_leaves_no_mark(graph_class: type[Graph], group: Group)
     graph.fails = True
     with pytest.raises(RuntimeError, match="refused"):
         graph.capture_begin()
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     graph.fails = False
     graph.capture_begin()
     graph.fails = True
     with pytest.raises(RuntimeError, match="invalidated"):
         graph.capture_end()
-    assert not group_set.capturing()
+    assert not _gate.capturing()
     graph.fails = False
     graph.capture_begin()
     del graph  # its owner gave up between begin and end
     gc.collect()
-    assert not group_set.capturing()
+    assert not _gate.capturing()
 
 
 def test_an_aborted_group_makes_the_capture_fail_at_once(graph_class: type[Graph], group: Group) -> None:
@@ -144,7 +75,7 @@ def test_an_aborted_group_makes_the_capture_fail_at_once(graph_class: type[Graph
 
 
 def test_what_other_threads_enqueue_waits_until_the_capture_has_begun(graph_class: type[Graph], group: Group) -> None:
-    gate, order = group_set.gate, []
+    gate, order = _gate.gate, []
     began, may_begin = threading.Event(), threading.Event()
 
     def begin() -> None:
@@ -180,9 +111,9 @@ def test_two_captures_at_once(graph_class: type[Graph], group: Group) -> None:
     one.capture_begin()
     two.capture_begin()
     one.capture_end()
-    assert group_set.capturing()
+    assert _gate.capturing()
     two.capture_end()
-    assert not group_set.capturing()
+    assert not _gate.capturing()
 
 
 def test_the_hook_composes_with_another_wrapper(graph_class: type[Graph], group: Group) -> None:
@@ -211,6 +142,18 @@ def test_the_hook_composes_with_another_wrapper(graph_class: type[Graph], group:
     assert graph_class.capture_end is Graph.capture_end
 
 
+def test_the_first_half_of_an_end_ends_the_capture(graph_class: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
+    """From torch 2.14 on it can be called by itself."""
+    monkeypatch.setattr(graph_class, "capture_end_pre", lambda _graph: None, raising=False)
+    made = Group()
+    ticket = group_set.add(made)
+    graph: Any = graph_class()
+    graph.capture_begin()
+    graph.capture_end_pre()
+    assert not _gate.capturing()
+    group_set.discard(ticket)
+
+
 def test_the_hook_can_be_turned_off(graph_class: type[Graph], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HPC_INFLIGHT_CAPTURE_DRAIN", "0")
     config.cache_clear()
@@ -237,6 +180,49 @@ def test_the_hook_comes_with_the_first_group_and_goes_with_the_last() -> None:
         group_set._watchers.pop()
 
 
+def test_a_group_that_is_being_destroyed_is_not_listed_but_counts() -> None:
+    seen: list[str] = []
+    group_set.watch(lambda: seen.append("first"), lambda: seen.append("last"))
+    try:
+        groups = [Group(), Group()]
+        tickets = [group_set.add(made) for made in groups]
+        for ticket in tickets:
+            group_set.unlist(ticket)
+        assert group_set.groups() == []
+        group_set.discard(tickets[1])
+        assert seen == ["first"]
+        group_set.discard(tickets[0])
+        assert seen == ["first", "last"]
+        group_set.discard(tickets[0])
+        assert seen == ["first", "last"]
+    finally:
+        group_set._watchers.pop()
+
+
+def test_the_last_group_goes_during_a_capture(graph_class: type[Graph]) -> None:
+    made = Group()
+    ticket = group_set.add(made)
+    graph = graph_class()
+    graph.capture_begin()
+    group_set.discard(ticket)  # by another thread, or in the body
+    assert _gate.capturing()
+    graph.capture_end()
+    assert not _gate.capturing()  # though the graph lives on, for its replays
+    assert graph_class.capture_begin is Graph.capture_begin
+
+
+def test_a_drain_has_its_deadline_while_a_callback_runs(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The work is complete by then, so nothing is pending; but more may be issued by the callback."""
+    returned = threading.Event()
+    monkeypatch.setattr(group, "is_idle", returned.is_set)
+    used = time.thread_time()
+    with pytest.raises(DrainTimeout, match=r"after 0.2 s a callback of a work on group test \(rank 0 of 2\) has not"):
+        group_set.wait_for_all_pending_works(0.2)
+    assert time.thread_time() - used < 0.1  # it sleeps
+    threading.Timer(0.2, returned.set).start()
+    group_set.wait_for_all_pending_works(30)
+
+
 class Context:
     """torch.cuda.graph, as far as the order of things goes."""
 
@@ -254,8 +240,8 @@ def test_the_explicit_form(graph_class: type[Graph], group: Group, monkeypatch: 
     monkeypatch.setattr(torch.cuda, "graph", Context)
     graph = graph_class()
     with capture.graph(graph, timeout_s=5, capture_error_mode="thread_local"):
-        assert group_set.capturing()
-    assert not group_set.capturing()
+        assert _gate.capturing()
+    assert not _gate.capturing()
     assert graph.seen == [(None, "thread_local", True, True)]
     work = group.issue()
     with pytest.raises(DrainTimeout, match=r"graph: 1 pending after 0\.05 s"), capture.graph(graph, timeout_s=0.05):
@@ -263,4 +249,31 @@ def test_the_explicit_form(graph_class: type[Graph], group: Group, monkeypatch: 
     work.finish()
     with pytest.raises(KeyError, match="body"), capture.graph(graph):
         raise KeyError("body")
-    assert not group_set.capturing()
+    assert not _gate.capturing()
+
+
+def test_the_explicit_form_blocks_for_the_device_where_the_watchdog_looks_on(
+    graph_class: type[Graph], group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch synchronizes as its context begins; a kernel may be waiting for a rank that is missing."""
+    seen: list[tuple[bool, bool]] = []
+
+    def may_poll() -> bool:
+        taken = threading.Event()
+
+        def take() -> None:
+            if _gate.polling.acquire(timeout=0.1):
+                taken.set()
+                _gate.polling.release()
+
+        thread = threading.Thread(target=take)
+        thread.start()
+        thread.join()
+        return taken.is_set()
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: seen.append((_gate.capturing(), may_poll())))
+    monkeypatch.setattr(torch.cuda, "graph", Context)
+    with capture.graph(graph_class()):
+        pass
+    assert seen == [(False, True)]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpc_inflight import _cupy, group_set
+from hpc_inflight import _cupy, _gate, group_set
 from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.errors import (
     CommunicatorAborted,
@@ -424,7 +424,7 @@ def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
     side = runtime.new_stream(-1)
     runtime.use_stream(side)
     capture = threading.Event()  # anything will do
-    group_set.capture_began(capture)
+    _gate.capture_began(capture)
     runtime.is_capturing = True
     tensor = torch.ones(4)
     alive = weakref.ref(tensor)
@@ -435,7 +435,7 @@ def test_a_graph_takes_tensors_that_are_kept_until_the_capture_has_ended(
     (_, event, _) = runtime.log[-1]
     wait_until(lambda: runtime.event_done(event))  # the stand-in runs what it captures
     runtime.is_capturing = False
-    group_set.capture_ended(capture)
+    _gate.capture_ended(capture)
     gc.collect()
     assert alive() is None
     runtime.use_stream(None)
@@ -457,7 +457,7 @@ def test_a_barrier_asks_nothing_while_a_capture_begins(comm: NCCLCommunicator, r
         return real(event)
 
     runtime.event_done = ask  # type: ignore[method-assign]
-    with group_set.polling:  # as a capture that begins
+    with _gate.polling:  # as a capture that begins
         waiting = threading.Thread(target=fence)
         waiting.start()
         waiting.join(0.1)
@@ -474,7 +474,7 @@ def test_nobody_asks_between_looking_for_a_capture_and_its_begin(
     """Whoever polls has seen no capture, and is overtaken by one that begins."""
     work = issue(comm, torch.zeros(4))
     comm._left = 1  # as a synchronous operation leaves it, with more than one rank
-    asked, capturing = [], group_set.capturing
+    asked, capturing = [], _gate.capturing
     looked, begun, over = threading.Event(), threading.Event(), threading.Event()
 
     def look() -> bool:
@@ -486,7 +486,7 @@ def test_nobody_asks_between_looking_for_a_capture_and_its_begin(
 
     def begin() -> None:
         looked.wait(30)
-        with group_set.polling:
+        with _gate.polling:
             begun.set()
             asked.append("capture")
         over.set()
@@ -498,7 +498,7 @@ def test_nobody_asks_between_looking_for_a_capture_and_its_begin(
         return real(event)
 
     monkeypatch.setattr(runtime, "event_done", ask)
-    monkeypatch.setattr(group_set, "capturing", look)
+    monkeypatch.setattr(_gate, "capturing", look)
     thread = threading.Thread(target=begin)
     thread.start()
     if kind == "asynchronous":

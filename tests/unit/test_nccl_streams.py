@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import torch
 
-from hpc_inflight import _cupy, flight_recorder, group_set
+from hpc_inflight import _cupy, _gate, flight_recorder
 from hpc_inflight.communicators._nccl_stream import LARGE
 from hpc_inflight.communicators.base import Reduction
 from hpc_inflight.communicators.nccl import NCCLCommunicator
@@ -261,9 +261,9 @@ def test_nothing_is_asked_or_kept_in_a_capture(runtime: FakeRuntime, comm: NCCLC
     assert runtime.log == []
     other = issue(comm, torch.ones(4))
     capture = threading.Event()  # anything will do
-    group_set.capture_began(capture)  # by another thread
+    _gate.capture_began(capture)  # by another thread
     assert not other.is_completed()
-    group_set.capture_ended(capture)
+    _gate.capture_ended(capture)
     other.completion.block(5.0)
     fresh: Any = SimpleNamespace(rank=0, size=1)
     runtime.is_capturing = True
@@ -276,7 +276,7 @@ def test_nothing_slips_between_a_drain_and_what_it_is_for(
     comm: NCCLCommunicator, runtime: FakeRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thread that has looked at the gate, and has not taken its lock yet, when another closes it and looks."""
-    lock, gate, stopped = comm._stream.lock, group_set.gate, threading.Event()
+    lock, gate, stopped = comm._stream.lock, _gate.gate, threading.Event()
 
     class Lock:
         """Closes the gate just before it is taken for the first time, in another thread."""
@@ -446,7 +446,7 @@ def test_what_passed_the_gate_before_it_closed_is_seen_by_the_drain(
     issuer = threading.Thread(target=issue, args=(comm, torch.ones(4)))
     issuer.start()
     assert inside.wait(30)
-    group_set.gate.close()
+    _gate.gate.close()
     try:
         assert not comm.is_idle()
         runtime.fail = lambda _name: None
@@ -456,7 +456,7 @@ def test_what_passed_the_gate_before_it_closed_is_seen_by_the_drain(
         (work,) = [*comm._stream.pending]
         work.block(30)
     finally:
-        group_set.gate.open()
+        _gate.gate.open()
 
 
 @pytest.mark.parametrize("op", ["collective", "message"])

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
+import time
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from hpc_inflight import group_set, watchdog
+from hpc_inflight import _gate, group_set, watchdog
+from hpc_inflight.errors import CollectiveTimeout
+from hpc_inflight.work import Completion
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    from hpc_inflight.work import Completion
 
 
 class Group:
@@ -118,9 +122,94 @@ def test_it_does_not_look_at_works_during_a_capture(groups: list[Group]) -> None
         """A graph, as far as captures are noted."""
 
     graph = Graph()
-    group_set.capture_began(graph)
+    _gate.capture_began(graph)
     looked(3)
     assert [group.looks for group in groups] == [0, 0]
-    group_set.capture_ended(graph)
+    _gate.capture_ended(graph)
     looked(3)
     assert [group.looks for group in groups] == [3, 3]
+
+
+def test_a_deadline_behind_an_older_work_is_seen(groups: list[Group], monkeypatch: pytest.MonkeyPatch) -> None:
+    works = [Completion("recv", "good", 1, 600.0), Completion("all_reduce", "good", 1, 0.1)]
+    for work in works:
+        work.issued_at -= 10
+    monkeypatch.setattr(groups[1], "watched_works", lambda: works)
+    monkeypatch.setattr(groups[1], "check", lambda: None, raising=False)
+    late = watchdog.Watchdog()._late(groups[1])  # type: ignore[arg-type]  # as above
+    assert late is not None
+    assert (late.op, late.timeout_s) == ("all_reduce", 0.1)
+
+
+def test_a_rank_that_has_ended_is_waited_for_if_it_had_not_issued_it(groups: list[Group]) -> None:
+    dog, now = watchdog.Watchdog(), time.monotonic()
+    dog._reports.left[1] = now - 10
+    dog._reports.last[1] = {watchdog._place(groups[0], "cpu"): 4}  # type: ignore[arg-type]
+    missing = [dog._left(groups[0], seq, kind, now, now - 20) for seq, kind in ((4, "cpu"), (5, "cpu"), (1, "cuda"))]  # type: ignore[arg-type]
+    assert missing == [(), (1,), (1,)]
+
+
+def test_what_is_remembered_of_destroyed_groups_is_bounded(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog, group = watchdog.Watchdog(), groups[0]
+    numbers = itertools.count()
+    monkeypatch.setattr(group, "key", lambda: ((0, 1), next(numbers)))
+    monkeypatch.setattr(group, "issued", lambda kind: 3 if kind == "cpu" else 0, raising=False)
+    for _ in range(1500):
+        dog.remember(group)  # type: ignore[arg-type]
+    assert len(dog._last) == 200
+    monkeypatch.setattr(group, "key", lambda: ((0, 1), 1400))
+    assert watchdog._place(group, "cpu") in dog._last  # type: ignore[arg-type]
+    assert watchdog._place(group, "cuda") not in dog._last  # type: ignore[arg-type]
+
+
+def test_the_end_of_the_last_group_waits_for_no_thread_under_a_lock_that_this_one_takes(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dog: Any = watchdog.Watchdog()
+    serving = threading.Event()
+
+    def serve() -> None:
+        serving.set()
+        time.sleep(0.3)  # the group goes meanwhile
+
+    dog._reports.serve = serve
+    monkeypatch.setattr(group_set, "_groups", weakref.WeakValueDictionary())
+    monkeypatch.setattr(group_set, "_watchers", [(lambda: None, dog.stop)])
+    ticket = group_set.add(groups[1])  # type: ignore[arg-type]
+    dog._thread = threading.Thread(target=dog._loop, daemon=True)
+    dog._thread.start()
+    assert serving.wait(30)
+    began = time.monotonic()
+    group_set.discard(ticket)
+    assert time.monotonic() - began < 2  # of the 3 that it waits for the thread
+
+
+def test_a_job_ends_although_an_abort_does_not_return(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It runs callbacks of the program."""
+    ended, seen = threading.Event(), []
+    monkeypatch.setattr(watchdog, "_BACKSTOP_S", 0.1)
+    monkeypatch.setattr("hpc_inflight._mpi.abort", lambda code: ended.set() if code == 1 else None)
+    # what comes after it ends the job, too
+    monkeypatch.setattr(groups[0], "abort", lambda _error: seen.append(ended.wait(30)), raising=False)
+    dog: Any = watchdog.Watchdog()
+    dog._stop.set()
+    dog._end(groups[0], CollectiveTimeout("late"))
+    assert seen == [True]
+    assert "rank 0: late" in capsys.readouterr().err
+
+
+def test_a_rank_that_ends_has_not_come_to_what_is_not_complete(
+    groups: list[Group], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group, dog = groups[0], watchdog.Watchdog()
+    monkeypatch.setattr(group, "issued", lambda kind: 7 if kind == "cpu" else 0, raising=False)
+    works = [Completion("recv", "bad", 1, 9.0), Completion("all_reduce", "bad", 6, 9.0)]
+    monkeypatch.setattr(group, "watched_works", lambda: works)
+    dog.remember(group, ends=True)  # type: ignore[arg-type]
+    assert list(dog._last.values()) == [5]
+    dog.remember(group)  # type: ignore[arg-type]  # a group that is destroyed waits for them
+    assert list(dog._last.values()) == [7]

@@ -166,6 +166,9 @@ class Group:
     def describe(self) -> str:
         return "group test (rank 0 of 2)"
 
+    def block_synchronous(self, deadline: float) -> None:
+        """Do nothing: there is no GPU."""
+
     def forked(self) -> None:
         self.works = ()
 

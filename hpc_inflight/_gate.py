@@ -1,0 +1,250 @@
+"""What keeps captures of CUDA graphs apart from what other threads do: enqueue, ask CUDA, end NCCL's communicators.
+
+An event query by another thread kills a capture in global mode, and so may what NCCL does as it ends a communicator, in
+threads of its own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import threading
+import time
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from hpc_inflight._poll import poll
+from hpc_inflight.errors import DrainTimeout
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+_LINGERS_S = 10.0  # for NCCL to return from an abort once the graphs are gone; it may never
+
+
+class Gate:
+    """Keeps new work from being enqueued between a drain and what the drain was for.
+
+    A communicator asks `closed` while it holds the lock under which it enqueues, and waits without it. So once the
+    gate is closed and every lock was seen free (`Group.is_idle`) or taken once (`Group.quiesce`), what is enqueued is
+    what the drain sees.
+
+    Attributes:
+        closed: Whether work must wait, except for what a running work's own callback issues.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._closers: list[int] = []  # threads
+        self._changed = threading.Condition()
+
+    def is_mine(self) -> bool:
+        """Say whether the calling thread has closed it; a callback that runs in its drain may issue."""
+        return threading.get_ident() in self._closers
+
+    def wait(self, timeout_s: float, what: str) -> None:
+        """Block until the gate is open.
+
+        Raises:
+            DrainTimeout: It is still closed after ``timeout_s``.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self.closed, min(timeout_s, threading.TIMEOUT_MAX)):
+                msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
+                raise DrainTimeout(msg)
+
+    def enter(
+        self,
+        lock: threading.Lock,
+        timeout_s: float,
+        op: str,
+        group: str,
+        exempt: Callable[[], bool] | None = None,
+    ) -> None:
+        """Take ``lock``, under which the caller enqueues, once no other thread drains.
+
+        Args:
+            lock: Free again when this raises.
+            timeout_s: Seconds that the drain may take.
+            op: What is to be enqueued, for the error.
+            group: The name of its group.
+            exempt: Says whether the caller is part of what a drain waits for.
+
+        Raises:
+            DrainTimeout: It did not end in time.
+        """
+        while True:
+            lock.acquire()
+            if not self.closed or self.is_mine() or (exempt is not None and exempt()):
+                return
+            lock.release()
+            self.wait(timeout_s, f"{op} on group {group}")
+
+    def close(self) -> None:
+        """Close it until `open`; several threads may at once."""
+        with self._changed:
+            self._closers.append(threading.get_ident())
+            self.closed = True
+
+    def open(self) -> None:
+        """Undo this thread's `close`."""
+        with self._changed:
+            self._closers.remove(threading.get_ident())
+            self.closed = bool(self._closers)
+            self._changed.notify_all()
+
+
+gate = Gate()
+# held by whoever asks CUDA about events, and while a capture begins: an event query kills a capture in global mode
+polling = threading.RLock()
+# between a capture's beginning and NCCL's end of a communicator, for a look and a mark; what the garbage collector runs
+# meanwhile may destroy a group
+_turn = threading.RLock()
+
+
+class Graph:
+    """What a capture makes, as communicators know it: gone with the object that captured, or when `graph_gone` says."""
+
+
+# by the id of the object that captures, which takes its entries with it
+_captures: dict[int, weakref.ref[Any]] = {}
+_graphs: dict[int, tuple[weakref.ref[Any], Graph]] = {}
+_captured: list[object] = []
+_unseen = Graph()  # what was captured without `capture_began`, of which nobody says when it goes
+_numbers = itertools.count()
+_outwaited: set[int] = set()  # captures that did not end while an end of communicators waited
+_endings: dict[int, str] = {}  # the groups whose communicators NCCL is ending
+
+
+def capturing() -> bool:
+    """Say whether any CUDA graph capture is under way in this process; CUDA must not be asked about events then."""
+    return bool(_captures)
+
+
+def capture_began(capture: object) -> bool:
+    """Note that a capture begins; if the object goes, it has ended. False if communicators are being ended."""
+    with _turn:
+        if being_ended():
+            return False
+        key = id(capture)
+        _captures[key] = ref = weakref.ref(capture, functools.partial(_gone, key))
+        if key not in _graphs:  # else it has captured, and torch wants a reset first
+            _graphs[key] = ref, Graph()
+        if _lingering:  # an abort that a graph keeps from returning should not return in the middle
+            held = [item.graphs for item in _lingering]
+            _captured.extend(ref() for ref, graph in list(_graphs.values()) if any(graph in of for of in held))
+        return True
+
+
+def capture_ended(capture: object) -> None:
+    """Note that a capture has ended, well or not; nothing happens when it had not begun."""
+    _ended(id(capture))
+
+
+def _ended(key: int) -> None:
+    _captures.pop(key, None)
+    _outwaited.discard(key)
+    if not _captures:
+        _captured.clear()
+
+
+def _gone(key: int, _: object) -> None:  # the garbage collector may run this: it takes no lock
+    _ended(key)
+    _graphs.pop(key, None)
+
+
+def keep_while_capturing(thing: object) -> None:
+    """Keep what a graph has taken until no capture is under way: memory that is freed goes to what is captured next."""
+    if _captures:
+        _captured.append(thing)
+
+
+def graphs() -> list[Graph]:
+    """Return what the captures under way will make; of several, nothing says which is whose."""
+    return [found[1] for key in list(_captures) if (found := _graphs.get(key)) is not None] or [_unseen]
+
+
+def graph_gone(capture: object) -> None:
+    """Note that a graph was reset; nothing happens when nothing was captured."""
+    _graphs.pop(id(capture), None)
+
+
+def forked() -> None:
+    """Forget what other threads were at; called in a forked child, where they do not exist."""
+    global _turn  # noqa: PLW0603  # another thread may have held it at the fork
+    _turn = threading.RLock()
+    _captures.clear()
+    _endings.clear()
+    _lingering.clear()
+
+
+@contextlib.contextmanager
+def ending(whose: str, timeout_s: float) -> Iterator[bool]:
+    """Let no capture begin while NCCL ends communicators.
+
+    Args:
+        whose: The group, for errors.
+        timeout_s: Seconds to wait for captures that are under way, once for each of them.
+
+    Yields:
+        Whether none is; else NCCL should not be called, unless those captures do not matter any more.
+    """
+    number = next(_numbers)
+
+    def enter() -> bool:
+        with _turn:
+            if not _captures:
+                _endings[number] = whose
+        return number in _endings
+
+    try:
+        apart = poll(enter, 0.0 if _outwaited.issuperset(_captures) else timeout_s)
+        if not apart:
+            if timeout_s > 0:
+                _outwaited.update(_captures)
+            _endings[number] = whose
+        yield apart
+    finally:
+        _endings.pop(number, None)
+
+
+class _Lingering:
+    """Threads inside an abort that NCCL finishes when graphs are gone, which takes a moment, or never comes."""
+
+    def __init__(self, whose: str, graphs: weakref.WeakSet[Graph], threads: Sequence[threading.Thread]) -> None:
+        self.whose = whose
+        self.graphs = graphs
+        self._threads = threads
+        self._until: float | None = None
+
+    def is_over(self) -> bool:
+        if self.graphs:
+            return False
+        self._until = self._until or time.monotonic() + _LINGERS_S
+        return time.monotonic() >= self._until or not any(thread.is_alive() for thread in self._threads)
+
+    def is_going_on(self) -> bool:
+        return not self.graphs and not self.is_over()
+
+
+_lingering: list[_Lingering] = []
+
+
+def linger(whose: str, graphs: weakref.WeakSet[Graph], threads: Sequence[threading.Thread]) -> None:
+    """Let captures wait for these threads, some seconds at most, once the graphs are gone."""
+    _lingering.append(_Lingering(whose, graphs, threads))
+
+
+def lingers() -> bool:
+    """Say whether an abort may still return: the objects that captured have to be watched."""
+    _lingering[:] = [item for item in _lingering if not item.is_over()]
+    return bool(_lingering)
+
+
+def being_ended() -> str:
+    """Return a group whose communicators NCCL is ending; empty if there is none."""
+    if not _endings and not _lingering:  # each capture asks, twice
+        return ""
+    lingering = (item.whose for item in list(_lingering) if item.is_going_on())
+    return next(itertools.chain(list(_endings.values()), lingering), "")
