@@ -14,7 +14,6 @@ from hpc_inflight import _c10d_forms as forms
 from hpc_inflight import _gate, flight_recorder, work_registry
 from hpc_inflight import _torch_compat as compat
 from hpc_inflight._c10d_identity import BACKEND, GroupIdentity
-from hpc_inflight.communicators._mpi_worker import in_callback
 from hpc_inflight.errors import GroupDestroyedError, InflightError, InvalidArgumentError
 from hpc_inflight.flight_recorder import FATE, Lane
 from hpc_inflight.work import CoalescedCompletion, DoneWork, Work
@@ -105,7 +104,7 @@ class Issuer(GroupIdentity):
         if index == self._nccl_index:
             return self._nccl
         # behind the gate: NCCL's setup would end a capture
-        _gate.gate.enter(self._nccl_lock, self._timeout_s, call, self._name, in_callback)
+        _gate.gate.enter(self._nccl_lock, self._timeout_s, call, self._name)
         try:
             if self._nccl_failure is not None:
                 raise self._nccl_failure.with_traceback(None)

@@ -18,7 +18,7 @@ from hpc_inflight import _torch_compat as compat
 from hpc_inflight.errors import NCCLError, NCCLUnavailableError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from contextlib import AbstractContextManager
 
 _EVENT_WITHOUT_TIME: Final = 2  # cudaEventDisableTiming: recording one costs less
@@ -26,6 +26,7 @@ _NOT_READY: Final = 600  # cudaErrorNotReady
 _NON_BLOCKING: Final = 1  # cudaStreamNonBlocking: apart from the legacy default stream
 _HIGH: Final = -1  # a collective that waits for its turn holds up every rank
 _THREAD_LOCAL: Final = 1  # CU_STREAM_CAPTURE_MODE_THREAD_LOCAL
+_RELAXED: Final = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _DEVICE_TO_DEVICE: Final = 3  # cudaMemcpyDeviceToDevice
 _SHARING_SINCE: Final = 23000  # NCCL 2.30
 
@@ -137,6 +138,12 @@ class Runtime:
         self._cuda.setDevice(index)
         relax_captures()
 
+    def exchange_capture_mode(self, mode: int) -> int | None:
+        """Set what this thread may ask of CUDA beside captures; return what was set, None if CUDA refused."""
+        driver = ctypes.CDLL("libcuda.so.1")  # which is loaded; CuPy has no name for the call
+        held = ctypes.c_int(mode)
+        return None if driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(held)) else held.value
+
     def uuid(self, index: int) -> str:
         """Return the identity of a device, the same for every process that sees it."""
         raw = bytes(self._cuda.getDeviceProperties(index)["uuid"])[:16].hex()
@@ -247,12 +254,22 @@ def relax_captures() -> bool:
     **Local:** for the thread's life; says whether it is done. Nothing is done before the first use of CUDA tensors in a
     group: a process that uses no GPU gets no CUDA context.
     """
-    if _runtime is None:
-        return False
-    with contextlib.suppress(OSError, AttributeError):  # a stand-in for CUDA, on a machine without
-        driver = ctypes.CDLL("libcuda.so.1")
-        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_THREAD_LOCAL)))
-    return True
+    return _runtime is not None and _runtime.exchange_capture_mode(_THREAD_LOCAL) is not None
+
+
+@contextlib.contextmanager
+def apart_from_captures(runtime: Runtime) -> Iterator[None]:
+    """Keep what this thread asks CUDA inside from ending another thread's capture.
+
+    **Local:** around what a thread does that captures nothing itself. NCCL's launches ask about an event of its own
+    where a graph holds the communicator, and torch may allocate, without a word to CUDA that no capture need mind.
+    """
+    before = runtime.exchange_capture_mode(_RELAXED)
+    try:
+        yield
+    finally:
+        if before is not None:
+            runtime.exchange_capture_mode(before)
 
 
 def runtime() -> Runtime:

@@ -18,7 +18,7 @@ from hpc_inflight._poll import poll
 from hpc_inflight.errors import DrainTimeout
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Iterator, Sequence
 
 _LINGERS_S = 10.0  # for NCCL to return from an abort once the graphs are gone; it may never
 
@@ -31,17 +31,37 @@ class Gate:
     what the drain sees.
 
     Attributes:
-        closed: Whether work must wait, except for what a running work's own callback issues.
+        closed: Whether work must wait, except for what `may_pass` lets through.
+        passed: Changes with each that it let through.
     """
 
     def __init__(self) -> None:
         self.closed = False
+        self.passed = 0
         self._closers: list[int] = []  # threads
+        self._runners: set[int] = set()
         self._changed = threading.Condition()
 
-    def is_mine(self) -> bool:
-        """Say whether the calling thread has closed it; a callback that runs in its drain may issue."""
-        return threading.get_ident() in self._closers
+    def may_pass(self) -> bool:
+        """Say whether it is closed for others only: callbacks, which a drain runs or waits for, may issue.
+
+        **Local:** under the lock under which the caller enqueues.
+        """
+        thread = threading.get_ident()
+        if thread in self._runners:
+            self.passed += 1
+            return True
+        return thread in self._closers
+
+    @contextlib.contextmanager
+    def runs_callbacks(self) -> Iterator[None]:
+        """Let the calling thread pass inside: all that it issues is issued by callbacks of works."""
+        thread = threading.get_ident()
+        self._runners.add(thread)
+        try:
+            yield
+        finally:
+            self._runners.discard(thread)
 
     def wait(self, timeout_s: float, what: str) -> None:
         """Block until the gate is open.
@@ -54,14 +74,7 @@ class Gate:
                 msg = f"{what}: not enqueued within {timeout_s:g} s, while another thread drained all groups"
                 raise DrainTimeout(msg)
 
-    def enter(
-        self,
-        lock: threading.Lock,
-        timeout_s: float,
-        op: str,
-        group: str,
-        exempt: Callable[[], bool] | None = None,
-    ) -> None:
+    def enter(self, lock: threading.Lock, timeout_s: float, op: str, group: str) -> None:
         """Take ``lock``, under which the caller enqueues, once no other thread drains.
 
         Args:
@@ -69,14 +82,13 @@ class Gate:
             timeout_s: Seconds that the drain may take.
             op: What is to be enqueued, for the error.
             group: The name of its group.
-            exempt: Says whether the caller is part of what a drain waits for.
 
         Raises:
             DrainTimeout: It did not end in time.
         """
         while True:
             lock.acquire()
-            if not self.closed or self.is_mine() or (exempt is not None and exempt()):
+            if not self.closed or self.may_pass():
                 return
             lock.release()
             self.wait(timeout_s, f"{op} on group {group}")
@@ -108,7 +120,7 @@ class Graph:
 
 
 # by the id of the object that captures, which takes its entries with it
-_captures: dict[int, weakref.ref[Any]] = {}
+captures: dict[int, weakref.ref[Any]] = {}  # those under way; for callers in a hurry, who only look whether it is empty
 _graphs: dict[int, tuple[weakref.ref[Any], Graph]] = {}
 _captured: list[object] = []
 _unseen = Graph()  # what was captured without `capture_began`, of which nobody says when it goes
@@ -119,7 +131,7 @@ _endings: dict[int, str] = {}  # the groups whose communicators NCCL is ending
 
 def capturing() -> bool:
     """Say whether any CUDA graph capture is under way in this process; CUDA must not be asked about events then."""
-    return bool(_captures)
+    return bool(captures)
 
 
 def capture_began(capture: object) -> bool:
@@ -128,7 +140,7 @@ def capture_began(capture: object) -> bool:
         if being_ended():
             return False
         key = id(capture)
-        _captures[key] = ref = weakref.ref(capture, functools.partial(_gone, key))
+        captures[key] = ref = weakref.ref(capture, functools.partial(_gone, key))
         if key not in _graphs:  # else it has captured, and torch wants a reset first
             _graphs[key] = ref, Graph()
         if _lingering:  # an abort that a graph keeps from returning should not return in the middle
@@ -143,9 +155,9 @@ def capture_ended(capture: object) -> None:
 
 
 def _ended(key: int) -> None:
-    _captures.pop(key, None)
+    captures.pop(key, None)
     _outwaited.discard(key)
-    if not _captures:
+    if not captures:
         _captured.clear()
 
 
@@ -156,13 +168,13 @@ def _gone(key: int, _: object) -> None:  # the garbage collector may run this: i
 
 def keep_while_capturing(thing: object) -> None:
     """Keep what a graph has taken until no capture is under way: memory that is freed goes to what is captured next."""
-    if _captures:
+    if captures:
         _captured.append(thing)
 
 
 def graphs() -> list[Graph]:
     """Return what the captures under way will make; of several, nothing says which is whose."""
-    return [found[1] for key in list(_captures) if (found := _graphs.get(key)) is not None] or [_unseen]
+    return [found[1] for key in list(captures) if (found := _graphs.get(key)) is not None] or [_unseen]
 
 
 def graph_gone(capture: object) -> None:
@@ -174,7 +186,8 @@ def forked() -> None:
     """Forget what other threads were at; called in a forked child, where they do not exist."""
     global _turn  # noqa: PLW0603  # another thread may have held it at the fork
     _turn = threading.RLock()
-    _captures.clear()
+    gate.__init__()  # type: ignore[misc]  # others hold this object
+    captures.clear()
     _endings.clear()
     _lingering.clear()
 
@@ -194,15 +207,15 @@ def ending(whose: str, timeout_s: float) -> Iterator[bool]:
 
     def enter() -> bool:
         with _turn:
-            if not _captures:
+            if not captures:
                 _endings[number] = whose
         return number in _endings
 
     try:
-        apart = poll(enter, 0.0 if _outwaited.issuperset(_captures) else timeout_s)
+        apart = poll(enter, 0.0 if _outwaited.issuperset(captures) else timeout_s)
         if not apart:
             if timeout_s > 0:
-                _outwaited.update(_captures)
+                _outwaited.update(captures)
             _endings[number] = whose
         yield apart
     finally:

@@ -38,20 +38,25 @@ class _Hook:
 
     def __init__(self) -> None:
         self._active = False
-        self._replaced: dict[str, tuple[Any, Any]] = {}
+        self._replaced: dict[tuple[Any, str], tuple[Any, Any]] = {}
 
     def install(self) -> None:
         """Wrap the methods, unless wrappers of ours are still in place below another package's."""
         if not config().capture_drain or self._active:
             return
         self._active = True
-        wraps = {"capture_begin": self._begin, "reset": self._reset} | dict.fromkeys(CAPTURE_ENDS, self._end)
-        for name, wrap in wraps.items():
-            if name not in self._replaced and hasattr(torch.cuda.CUDAGraph, name):
-                original = getattr(torch.cuda.CUDAGraph, name)
+        cuda_graph, context = torch.cuda.CUDAGraph, torch.cuda.graph
+        wraps: dict[tuple[Any, str], Callable[[Any], Any]] = {
+            (cuda_graph, "capture_begin"): self._begin,
+            (cuda_graph, "reset"): self._reset,
+            (context, "__enter__"): self._enter,
+        } | {(cuda_graph, name): self._end for name in CAPTURE_ENDS}
+        for (owner, name), wrap in wraps.items():
+            if (owner, name) not in self._replaced and hasattr(owner, name):
+                original = getattr(owner, name)
                 wrapper = wrap(original)
-                self._replaced[name] = original, wrapper
-                setattr(torch.cuda.CUDAGraph, name, wrapper)
+                self._replaced[owner, name] = original, wrapper
+                setattr(owner, name, wrapper)
 
     def remove(self) -> None:
         """Put the originals back; where another package has wrapped ours, ours stays and only passes on."""
@@ -60,10 +65,10 @@ class _Hook:
         self._active = False
         if _gate.capturing():  # the end of that has to come by here, and calls again
             return
-        for name, (original, wrapper) in list(self._replaced.items()):
-            if vars(torch.cuda.CUDAGraph).get(name) is wrapper:
-                setattr(torch.cuda.CUDAGraph, name, original)
-                del self._replaced[name]
+        for (owner, name), (original, wrapper) in list(self._replaced.items()):
+            if vars(owner).get(name) is wrapper:
+                setattr(owner, name, original)
+                del self._replaced[owner, name]
 
     def _begin(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -74,6 +79,18 @@ class _Hook:
             begin(functools.partial(original, graph, *args, **kwargs), graph, config().drain_timeout_s, "capture_begin")
 
         return capture_begin
+
+    def _enter(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def enter(context: Any) -> None:
+            before = torch.cuda.current_stream()
+            try:
+                original(context)
+            except BaseException:
+                torch.cuda.set_stream(before)  # torch has changed it, and undoes that only after a capture
+                raise
+
+        return enter
 
     def _end(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

@@ -10,6 +10,8 @@ from collections import deque
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
+from hpc_inflight._gate import gate
+
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -28,11 +30,6 @@ def inside_mpi() -> list[str]:
     **Local:** at the end of the process: MPI_Finalize crashes beside a call that has not returned.
     """
     return [worker.name for worker in list(_workers) if worker.runs()]
-
-
-def in_callback() -> bool:
-    """Say whether the caller is the thread of a group, in a callback, and so part of what a drain waits for."""
-    return any(worker.is_current() for worker in list(_workers))
 
 
 class Worker:
@@ -119,10 +116,14 @@ class Worker:
         with self._start_lock:
             if self._thread is None:
                 # daemon: an MPI call that never returns must not keep the interpreter from ending
-                thread = threading.Thread(target=self._loop, name=f"hpc_inflight-{self.name}", daemon=True)
+                thread = threading.Thread(target=self._main, name=f"hpc_inflight-{self.name}", daemon=True)
                 self._thread = thread
                 thread.start()
                 _workers.add(self)
+
+    def _main(self) -> None:
+        with gate.runs_callbacks():
+            self._loop()
 
     def _loop(self) -> None:
         while (job := self._queue.get()) is not None:

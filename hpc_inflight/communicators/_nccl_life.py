@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import threading
 import time
@@ -82,8 +83,9 @@ class Life(Mover):
         late: CollectiveTimeout | None = None
         failed = False
         try:
-            for work in self.pending_works():
-                work.block(max(0.0, deadline - time.monotonic()))
+            if not self.runtime.capturing():  # who captures cannot wait for the end of that
+                for work in self.pending_works():
+                    work.block(max(0.0, deadline - time.monotonic()))
             self.block_synchronous(deadline)
         except CollectiveTimeout as error:
             late = error
@@ -169,6 +171,8 @@ class Life(Mover):
         for pair in list(self._pairs.values()):
             pair.stop(_END_S)
         ended = [self._nccl, *(pair.nccl for pair in self._pairs.values() if pair.nccl is not None)]
+        if self._graphs and not (abort or _gate.capturing()):
+            gc.collect()  # torch keeps some graphs in cycles, which each rank would find at a time of its own
         if abort:
             with _gate.ending(self.name, 0.0):
                 self._end_each(self.runtime.abort, ended, streams)

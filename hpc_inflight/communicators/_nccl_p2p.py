@@ -89,15 +89,34 @@ class Pair:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
 
+    def may_capture(self, message: Message) -> None:
+        """Refuse what no graph can take, before anything is noted of one.
+
+        Raises:
+            InflightError: The pair could not be connected before.
+            CaptureError: It is not connected.
+        """
+        with self._lock:
+            if self._failure is not None:
+                raise self._failure.with_traceback(None)
+            if self._queue is None:
+                return
+        msg = (
+            f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
+            "graph can do; exchange one message that is not empty between them before the capture"
+        )
+        raise CaptureError(msg)
+
     def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
         """Launch a message behind the caller's stream, or have it launched when the pair is connected.
+
+        ``captured`` says that a graph takes it, which `may_capture` has allowed.
 
         Returns:
             Its completion; None if nothing was done, since the gate is closed (`_gate.Gate`).
 
         Raises:
             InflightError: The pair could not be connected before.
-            CaptureError: It is not connected, and ``captured`` says that a graph takes the message.
         """
         with self._lock:
             if self._failure is not None:
@@ -108,12 +127,6 @@ class Pair:
                     completion.capture()
                 launched = self.stream.launch(completion, [self._launch(message)], message.caller)
                 return completion if launched else None
-            if captured:
-                msg = (
-                    f"{message.op} on group {message.group}: captured, but the two ranks are not connected, which no "
-                    "graph can do; exchange one message that is not empty between them before the capture"
-                )
-                raise CaptureError(msg)
             late = message.late(self.stream, self._until)
             if not self.stream.enter(late):
                 return None
@@ -192,16 +205,21 @@ class Loopback:
     def stop(self, timeout_s: float) -> None:
         """Do nothing: there is nothing to connect."""
 
-    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:
+    def may_capture(self, message: Message) -> None:
+        """Refuse a capture.
+
+        Raises:
+            CaptureError: Always.
+        """
+        msg = f"{message.op} on group {message.group}: a message to oneself cannot be captured; copy the tensor"
+        raise CaptureError(msg)
+
+    def issue(self, message: Message, *, captured: bool = False) -> StreamCompletion | None:  # noqa: ARG002  # never is
         """Copy, if the other end was issued before, or have it copied then; None as of `Pair.issue`.
 
         Raises:
             InvalidArgumentError: The two ends differ in size.
-            CaptureError: ``captured`` says that a graph takes the message.
         """
-        if captured:
-            msg = f"{message.op} on group {message.group}: a message to oneself cannot be captured; copy the tensor"
-            raise CaptureError(msg)
         runtime, stream = self.stream.runtime, self.stream
         other = "recv" if message.op == "send" else "send"
         with self._lock:

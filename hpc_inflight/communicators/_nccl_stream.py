@@ -7,8 +7,8 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from hpc_inflight._cupy import raise_nccl_error
-from hpc_inflight._gate import gate
+from hpc_inflight._cupy import apart_from_captures, raise_nccl_error
+from hpc_inflight._gate import captures, gate
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
@@ -105,12 +105,15 @@ class Stream:
         start, raw = self._start, self.raw
         with self.lock:
             pends = not completion.captured
-            if pends and gate.closed and not gate.is_mine():
+            if pends and gate.closed and not gate.may_pass():
                 return False
             self._record(start, caller)
             self._wait(raw, start)
             try:
-                if len(operations) == 1:  # the frequent case, in this frame
+                if captures and pends:  # another thread's
+                    with apart_from_captures(self.runtime):
+                        self._launch(operations, raw)
+                elif len(operations) == 1:  # the frequent case, in this frame
                     after = operations[0](raw)
                     if after is not None:
                         self.runtime.run_on(self._stream, after)
@@ -133,7 +136,7 @@ class Stream:
         with self.lock:
             if self._refuse is not None:
                 self._refuse()
-            if gate.closed and not gate.is_mine():
+            if gate.closed and not gate.may_pass():
                 return False
             self.pending.append(completion)
         return True

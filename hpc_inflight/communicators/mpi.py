@@ -134,8 +134,7 @@ class MPICommunicator(Mover):
 
     def _begin_enqueuing(self, op: str, timeout_s: float) -> None:
         """Take the issue lock, once no other thread drains; see `_gate.Gate`."""
-        # what a callback in the worker issues is part of the work that the drain waits for
-        _gate.gate.enter(self._issue_lock, timeout_s, op, self.name, self._worker.is_current)
+        _gate.gate.enter(self._issue_lock, timeout_s, op, self.name)
 
     def is_idle(self) -> bool:
         """See `Communicator.is_idle`."""

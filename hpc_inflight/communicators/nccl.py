@@ -10,6 +10,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from hpc_inflight import _cupy, _gate, _mpi
+from hpc_inflight._cupy import apart_from_captures
+from hpc_inflight._gate import captures, gate
 from hpc_inflight._poll import poll
 from hpc_inflight.communicators import _layout as layout
 from hpc_inflight.communicators._checks import check_peer
@@ -59,7 +61,7 @@ def _equip(runtime: _cupy.Runtime, index: int) -> tuple[Stream, int, torch.Tenso
     """
     try:
         runtime.uuid(index)  # CuPy says in a line that there is no such device, torch in a paragraph
-        with runtime.on_device(index):
+        with runtime.on_device(index), apart_from_captures(runtime):
             stream = Stream(runtime, index, lambda: None)
             return stream, stream.own_event(), runtime.zeros(index)
     except Exception as error:
@@ -129,12 +131,14 @@ class NCCLCommunicator(Enqueuer):
         index = self._index
         caller = self._current_stream(index)
         if self._current_device() != index:
-            with self.runtime.on_device(index), self._stream.lock:
-                self._run_here(operations, caller)
-        else:
+            with self.runtime.on_device(index):
+                return self.run_now(operations)
+        while True:
             with self._stream.lock:
-                self._run_here(operations, caller)
-        return _DONE
+                if not gate.closed or gate.may_pass() or (caller and self._capturing()):
+                    self._run_here(operations, caller)
+                    return _DONE
+            gate.wait(self._timeout_s, f"a synchronous collective on group {self.name}")
 
     def _run_here(self, operations: Sequence[Launch], caller: int) -> None:
         if self._unusable:  # asked under the lock: what ends a communicator takes it in between
@@ -145,7 +149,11 @@ class NCCLCommunicator(Enqueuer):
         if captured:  # noted before: what fails behind the launch leaves it in the graph
             self._graphs.update(_gate.graphs())
         try:
-            run_here(self.runtime, operations, caller)
+            if captures and not captured and not self._capturing():  # another thread captures
+                with apart_from_captures(self.runtime):
+                    run_here(self.runtime, operations, caller)
+            else:
+                run_here(self.runtime, operations, caller)
         except NCCLError:
             if self._unusable:  # an abort ended it
                 self._refuse()
@@ -227,10 +235,11 @@ class NCCLCommunicator(Enqueuer):
             caller = runtime.current_stream(index)
             message = Message(op, self.name, seq, timeout_s, value.data_ptr(), value.nbytes, after, keep, caller)
             if caller and self._capturing():
+                pair.may_capture(message)
                 self._enter_capture(op)
             else:
                 while (issued := pair.issue(message)) is None:
-                    _gate.gate.wait(timeout_s, f"{op} on group {self.name}")
+                    gate.wait(timeout_s, f"{op} on group {self.name}")
                 return issued
             captured = pair.issue(message, captured=True)
             assert captured is not None  # noqa: S101  # for mypy: a capture passes the gate

@@ -124,6 +124,7 @@ class FakeCuda:
 
     def zeros(self, _index: int) -> torch.Tensor:
         """Return a tensor of one element."""
+        self.fail("zeros")
         return torch.zeros(1)
 
     def new_stream(self, _index: int) -> FakeStream:
@@ -151,6 +152,16 @@ class FakeCuda:
 
     def settle_device(self, _index: int) -> None:
         """Do nothing: there is one device."""
+
+    def exchange_capture_mode(self, mode: int) -> int:
+        """Note what a thread may ask beside captures."""
+        before: int = getattr(self._thread, "mode", 0)
+        self._thread.mode = mode
+        return before
+
+    def capture_mode(self) -> int:
+        """Return what was noted for this thread; 0 if nothing was."""
+        return self.exchange_capture_mode(getattr(self._thread, "mode", 0))
 
 
 def until(done: Callable[[], bool]) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
+import subprocess
+import sys
 import threading
 import time
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import torch
@@ -15,10 +16,8 @@ import torch.distributed as dist
 
 import hpc_inflight as hi
 from hpc_inflight import _cupy, _gate, capture, group_set
+from hpc_inflight.launch_env import clean_env
 from hpc_inflight.work import Completion
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 # what torch warns of where nothing is captured, as with one rank, or on purpose in these tests
 pytestmark = [
@@ -71,36 +70,33 @@ def test_works_in_flight_then_a_capture_then_replays(rank: int, size: int, tenso
     assert failures == 0
 
 
-class _Asker(threading.Thread):
-    """What a watchdog without our gate does: it asks CUDA about an event from another thread."""
+# What a watchdog without our gate does. In a process of its own: torch keeps its stream, and a mark in its allocator.
+KILLED = """
+import os, threading
+import torch
 
-    def __init__(self, event: torch.cuda.Event, first: Callable[[], None] = lambda: None) -> None:
-        super().__init__(daemon=True)
-        self.event, self.go, self.done = event, threading.Event(), threading.Event()
-        self.first = first
-
-    def run(self) -> None:
-        self.first()
-        self.go.wait(60)
-        with contextlib.suppress(RuntimeError):
-            self.event.query()
-        self.done.set()
+tensor, event = torch.zeros(4, device="cuda"), torch.cuda.Event()
+event.record()
+graph = torch.cuda.CUDAGraph()
+try:
+    with torch.cuda.graph(graph):
+        asker = threading.Thread(target=event.query)
+        asker.start()
+        asker.join()
+        tensor.add_(1)
+except RuntimeError as error:
+    print(error, flush=True)
+    os._exit(0)
+"""
 
 
 def test_an_event_query_by_another_thread_kills_a_capture_and_the_watchdog_makes_none(
     rank: int, size: int, tensor: torch.Tensor
 ) -> None:
-    # the first half shows that the second can fail
-    event = torch.cuda.Event()
-    event.record()
-    asker = _Asker(event)
-    asker.start()
-    with pytest.raises(RuntimeError), torch.cuda.graph(torch.cuda.CUDAGraph()):  # noqa: PT012
-        asker.go.set()
-        assert asker.done.wait(60)
-        tensor.add_(1)
-    assert not _gate.capturing()
-    torch.cuda.synchronize()
+    if rank == 0:  # this half shows that the other can fail
+        command = [sys.executable, "-c", KILLED]
+        killed = subprocess.run(command, env=clean_env(os.environ), capture_output=True, text=True, check=True)
+        assert "captur" in killed.stdout, killed.stderr
     work: Any = dist.all_reduce(tensor, async_op=True)
     looked = threading.Event()
 
@@ -130,17 +126,60 @@ def test_a_thread_that_connects_or_ends_nccl_kills_no_capture(
 ) -> None:
     event = torch.cuda.Event()
     event.record()
-    asker = _Asker(event, lambda: _cupy.runtime().settle_device(gpu.index))
+    ready, go = threading.Event(), threading.Event()
+
+    def ask() -> None:
+        _cupy.runtime().settle_device(gpu.index)
+        ready.set()
+        go.wait(60)
+        event.query()
+
+    asker = threading.Thread(target=ask)
     asker.start()
+    assert ready.wait(60)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        asker.go.set()
-        assert asker.done.wait(60)
+        go.set()
+        asker.join()
         tensor.fill_(rank)
         dist.all_reduce(tensor)
     graph.replay()
     torch.cuda.synchronize()
     assert tensor[0].item() == total(size)
+
+
+def test_a_thread_that_issues_beside_a_capture_does_not_kill_it(
+    rank: int, size: int, gpu: torch.device, tensor: torch.Tensor
+) -> None:
+    """While a graph holds its communicator, NCCL asks about an event of its own at each launch."""
+    others = [torch.full((COUNT,), float(rank + i), device=gpu) for i in range(2)]
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    first = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(first):
+        dist.all_reduce(tensor)
+
+    def issue() -> None:
+        torch.cuda.set_device(gpu)
+        with torch.cuda.stream(side):
+            work = dist.all_reduce(others[0], async_op=True)
+            dist.all_reduce(others[1])
+            assert work is not None
+            work.wait()
+
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second):
+        issuer = threading.Thread(target=issue)
+        issuer.start()
+        issuer.join()
+        tensor.add_(1)
+    torch.cuda.synchronize()
+    assert [other[0].item() for other in others] == [total(size), total(size, 1)]
+    tensor.fill_(rank)
+    first.replay()
+    second.replay()
+    torch.cuda.synchronize()
+    assert tensor[0].item() == total(size) + 1
 
 
 @pytest.mark.parametrize("mode", ["global", "thread_local", "relaxed"])

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def test_create_and_destroy_many_times(rank: int, size: int, gpu: torch.device) -> None:
-    cycles = int(os.environ.get("HPC_INFLIGHT_TEST_CYCLES", "20"))  # half a second each
+    cycles = max(8, int(os.environ.get("HPC_INFLIGHT_TEST_CYCLES", "20")))  # half a second each; some for a median
     tensor = torch.ones(1000, device=gpu)
     free = []
     for i in range(cycles):
@@ -29,6 +29,7 @@ def test_create_and_destroy_many_times(rank: int, size: int, gpu: torch.device) 
         dist.all_reduce(tensor, group=group, async_op=bool(i % 2))
         dist.destroy_process_group(group)
         assert tensor[0].item() == size
+        dist.barrier()  # a rank that shares the device has freed its part, too
         free.append(torch.cuda.mem_get_info()[0])
     # by two groups, one of each kind; of the whole device, on which other processes may begin and end
     lost = [before - after for before, after in zip(free, free[2:], strict=False)]

@@ -50,7 +50,7 @@ def test_no_stream_is_given_out_twice(gpu: torch.device) -> None:
     with torch.cuda.stream(made[0]):
         assert torch.cuda.current_stream(gpu).cuda_stream == runtime.raw_stream(made[0])
         assert torch.ones(4, device=gpu).sum().item() == 4
-    runtime.streams[gpu.index] += made
+    runtime.streams.setdefault(gpu.index, []).extend(made)
 
 
 def test_a_ring_in_which_all_receive_first(rank: int, size: int, gpu: torch.device) -> None:

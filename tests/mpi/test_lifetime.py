@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import os
+import threading
 import time
 from datetime import timedelta
 from typing import Any
@@ -16,6 +17,7 @@ from torch.distributed import _functional_collectives as funcol
 from torch.distributed import distributed_c10d as c10d
 
 import hpc_inflight as hi
+from hpc_inflight import _gate
 from hpc_inflight import config as config_module
 from hpc_inflight._torch_compat import registry_size
 from hpc_inflight.testing import wait_until
@@ -120,6 +122,27 @@ def test_a_callback_may_issue_and_wait(rank: int, size: int) -> None:
     dist.all_reduce(later, async_op=True).wait()
     assert chained.wait().tolist() == [float(size**2)] * 10
     assert later.tolist() == [3.0 * size] * 10
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_callback_may_issue_on_another_group_beside_a_drain_that_waits_for_it(rank: int, size: int) -> None:
+    group, other = group_of(size), group_of(size)
+    first, second, issued = torch.ones(4), torch.full((4,), float(rank)), threading.Event()
+
+    def issue(_: Any) -> Any:
+        if threading.current_thread() is not threading.main_thread():  # where the work was not complete before
+            wait_until(lambda: _gate.gate.closed)
+        dist.all_reduce(second, group=other, async_op=True)
+        issued.set()
+
+    if rank == size - 1:
+        time.sleep(0.3)
+    dist.all_reduce(first, group=group, async_op=True).get_future().then(issue)
+    hi.wait_for_all_pending_works(30)
+    assert issued.is_set()
+    assert second.tolist() == [float(sum(range(size)))] * 4  # waited for, too
+    for made in (group, other):
+        dist.destroy_process_group(made)
 
 
 def test_a_callback_may_issue_when_the_queue_is_full(rank: int, size: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,6 +223,58 @@ def test_a_drain_has_its_deadline_while_a_callback_runs(group: Group, monkeypatc
     group_set.wait_for_all_pending_works(30)
 
 
+def test_what_a_callback_issues_on_a_group_that_was_looked_at_is_waited_for(
+    group: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    second = Group()
+    ticket = group_set.add(second)
+
+    def call_back() -> None:
+        with _gate.gate.runs_callbacks():
+            assert _gate.gate.may_pass()
+            group.issue("broadcast")
+
+    def is_idle() -> bool:  # the callback's own group, looked at after the other one
+        if not group.works:
+            worker = threading.Thread(target=call_back)
+            worker.start()
+            worker.join(30)
+        return True
+
+    monkeypatch.setattr(second, "is_idle", is_idle)
+    try:
+        with pytest.raises(DrainTimeout, match="broadcast"):
+            group_set.wait_for_all_pending_works(0.05)
+    finally:
+        group_set.discard(ticket)
+
+
+def test_a_drain_that_gives_up_leaves_the_caller_s_stream(
+    graph_class: type[Graph], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.cuda.graph changes it before the capture begins."""
+    streams = ["mine"]
+
+    class Entered(Context):
+        def __enter__(self) -> None:
+            streams.append("of the capture")
+            super().__enter__()
+
+    monkeypatch.setattr(torch.cuda, "graph", Entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: streams[-1])
+    monkeypatch.setattr(torch.cuda, "set_stream", streams.append)
+    enter = Entered.__enter__
+    made = Group()
+    ticket = group_set.add(made)
+    monkeypatch.setattr(made, "failure", CommunicatorAborted("group test was aborted"))
+    graph: Any = graph_class()
+    with pytest.raises(CommunicatorAborted), torch.cuda.graph(graph):
+        pass
+    assert streams == ["mine", "of the capture", "mine"]
+    group_set.discard(ticket)
+    assert Entered.__enter__ is enter
+
+
 class Context:
     """torch.cuda.graph, as far as the order of things goes."""
 

@@ -14,12 +14,13 @@ import pytest
 import torch
 
 from hpc_inflight import _gate, capture, group_set
+from hpc_inflight._cupy import _RELAXED as RELAXED
 from hpc_inflight.communicators._nccl_p2p import Loopback
 from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.errors import CaptureError, DrainTimeout
 from hpc_inflight.testing import wait_until
 from tests.captures import Graph, Group
-from tests.nccl import ALONE, issue
+from tests.nccl import ALONE, SUM, issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -136,13 +137,15 @@ def test_beside_a_graph_that_captured_nccl_is_not_called(
     assert token() is not None
 
 
-@pytest.mark.parametrize("end", ["gone", "reset"])
+@pytest.mark.parametrize("end", ["gone", "in a cycle", "reset"])
 def test_after_the_graph_the_communicator_is_destroyed(
     end: str, other: NCCLCommunicator, runtime: FakeRuntime, graph_class: type[Graph], group: Group
 ) -> None:
     graph = graph_class()
     captured(other, runtime, graph)
-    if end == "gone":
+    if end == "in a cycle":  # as those of torch.cuda.make_graphed_callables
+        graph.seen.append(graph)
+    if end != "reset":
         del graph
     else:
         graph.reset()
@@ -349,6 +352,7 @@ def test_a_message_is_part_of_a_graph(
         return message
 
     monkeypatch.setattr(Loopback, "issue", issue_message)
+    monkeypatch.setattr(Loopback, "may_capture", lambda *_: None)
     graph = graph_class()
     with capturing(runtime, graph):
         other._message("send", 0, 5.0, torch.ones(4), None, None)
@@ -357,7 +361,70 @@ def test_a_message_is_part_of_a_graph(
     assert ends(runtime) == []
 
 
+def test_a_message_that_is_refused_is_no_part_of_a_graph(
+    other: NCCLCommunicator, runtime: FakeRuntime, graph_class: type[Graph], group: Group
+) -> None:
+    graph = graph_class()
+    with capturing(runtime, graph):
+        for peer, text in ((0, "a message to oneself"), (1, "the two ranks are not connected")):
+            with pytest.raises(CaptureError, match=text):
+                other.send(torch.ones(4), peer, 0, 5.0)
+    other.shutdown(5.0)
+    assert ends(runtime) == ["destroy"]
+    assert graph is not None
+
+
 # beside captures ------------------------------------------------------------------------------------------------
+
+
+def test_who_captures_does_not_wait_for_what_is_in_flight_either(
+    other: NCCLCommunicator, runtime: FakeRuntime, graph_class: type[Graph], group: Group
+) -> None:
+    may_go_on = threading.Event()
+    other._stream._stream.put(may_go_on.wait)
+    with capturing(runtime, graph_class()):
+        runtime.is_capturing = False  # another stream than that of the capture
+        work = issue(other, torch.ones(4))
+        runtime.is_capturing = True
+        started = time.monotonic()
+        other.shutdown(30.0)
+        assert time.monotonic() - started < 15
+        may_go_on.set()
+    assert ends(runtime) == []
+    work.completion.block(30.0)
+
+
+@pytest.mark.parametrize("how", ["asynchronous", "synchronous", "connecting"])
+def test_what_is_launched_beside_another_thread_s_capture_does_not_end_it(
+    how: str, other: NCCLCommunicator, runtime: FakeRuntime, group: Group
+) -> None:
+    """NCCL's launch asks about an event of its own where a graph holds the communicator, and torch may allocate."""
+    modes: list[int] = []
+
+    def note(call: str) -> None:
+        if call == ("zeros" if how == "connecting" else "all_reduce"):
+            modes.append(runtime.capture_mode())
+
+    runtime.fail = note
+
+    def launch() -> None:
+        tensor = torch.ones(4)
+        if how == "asynchronous":
+            issue(other, tensor).wait()
+        elif how == "synchronous":
+            other.run_now([other.all_reduce(tensor, SUM)])
+        else:
+            of_two().shutdown(5.0)
+
+    begun, end = begin_in_thread(Graph())
+    assert begun.wait(30)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LIFE + "_END_S", 0.1)
+        launch()
+    end()
+    launch()
+    assert modes == [RELAXED, RELAXED if how == "connecting" else 0]
+    assert runtime.capture_mode() == 0
 
 
 def test_a_communicator_is_destroyed_when_the_capture_has_ended(

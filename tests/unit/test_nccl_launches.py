@@ -19,7 +19,7 @@ from hpc_inflight.communicators._nccl_p2p import Message, Pair
 from hpc_inflight.communicators._nccl_stream import Stream
 from hpc_inflight.errors import CollectiveTimeout, CommunicatorAborted, DrainTimeout, NCCLError
 from hpc_inflight.testing import wait_until
-from tests.nccl import SUM, issue
+from tests.nccl import SUM, closed_gate, issue
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -94,6 +94,28 @@ def test_destroying_does_not_wait_where_nothing_can_end_the_wait(
         finally:
             _gate.capture_ended(graph)
         assert time.monotonic() - began < 20
+
+
+def test_a_synchronous_operation_waits_for_the_gate(comm: NCCLCommunicator, runtime: FakeRuntime) -> None:
+    """hi.graph synchronizes the device once more while a capture begins, where no deadline would end that."""
+    operation = comm.all_reduce(torch.ones(4), SUM)
+    runtime.log.clear()
+    with closed_gate() as may_open:
+        issuing = threading.Thread(target=comm.run_now, args=([operation],))
+        issuing.start()
+        issuing.join(0.2)
+        assert issuing.is_alive()
+        assert runtime.log == []
+        assert comm.is_idle()  # a drain does not wait for what waits for it
+        with _gate.gate.runs_callbacks():
+            comm.run_now([operation])
+        comm._timeout_s = 0.05
+        with pytest.raises(DrainTimeout, match=r"a synchronous collective on group g: not enqueued within 0\.05 s"):
+            comm.run_now([operation])
+        runtime.log.clear()
+        may_open()
+        issuing.join(30)
+    assert runtime.log
 
 
 def after_launch(name: str) -> None:
