@@ -139,10 +139,13 @@ class Runtime:
         relax_captures()
 
     def exchange_capture_mode(self, mode: int) -> int | None:
-        """Set what this thread may ask of CUDA beside captures; return what was set, None if CUDA refused."""
-        driver = ctypes.CDLL("libcuda.so.1")  # which is loaded; CuPy has no name for the call
+        """Set what this thread may ask of CUDA beside captures; return what was set, None if that was not possible."""
         held = ctypes.c_int(mode)
-        return None if driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(held)) else held.value
+        try:  # CuPy has no name for the call
+            refused = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(held))
+        except OSError:  # CuPy can be imported where there is no driver
+            return None
+        return None if refused else held.value
 
     def uuid(self, index: int) -> str:
         """Return the identity of a device, the same for every process that sees it."""

@@ -34,7 +34,7 @@ _nested = threading.local()  # `graph` has drained with a deadline of its own
 
 
 class _Hook:
-    """What is put in place of what begins and ends a capture of a ``CUDAGraph``, and of ``reset``."""
+    """What is put in place of what begins and ends a capture, and of a graph's ``reset``."""
 
     def __init__(self) -> None:
         self._active = False
@@ -83,6 +83,9 @@ class _Hook:
     def _enter(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
         def enter(context: Any) -> None:
+            if not self._active:
+                original(context)
+                return
             before = torch.cuda.current_stream()
             try:
                 original(context)

@@ -110,9 +110,8 @@ class Stream:
             self._record(start, caller)
             self._wait(raw, start)
             try:
-                if captures and pends:  # another thread's
-                    with apart_from_captures(self.runtime):
-                        self._launch(operations, raw)
+                if captures and pends:
+                    self._launch_beside_captures(operations, raw)
                 elif len(operations) == 1:  # the frequent case, in this frame
                     after = operations[0](raw)
                     if after is not None:
@@ -146,11 +145,15 @@ class Stream:
         with self.lock:
             self._wait(self.raw, event)
             try:
-                self._launch(operations, self.raw)
+                (self._launch_beside_captures if captures else self._launch)(operations, self.raw)
             except Exception as error:  # noqa: BLE001  # CuPy raises what it likes
                 raise_nccl_error(completion.op, error)
             finally:
                 self._record(completion.event, self.raw)
+
+    def _launch_beside_captures(self, operations: Sequence[Launch], raw: int) -> None:
+        with apart_from_captures(self.runtime):
+            self._launch(operations, raw)
 
     def _launch(self, operations: Sequence[Launch], raw: int) -> None:
         if len(operations) == 1:

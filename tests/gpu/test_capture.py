@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -18,6 +18,9 @@ import hpc_inflight as hi
 from hpc_inflight import _cupy, _gate, capture, group_set
 from hpc_inflight.launch_env import clean_env
 from hpc_inflight.work import Completion
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 # what torch warns of where nothing is captured, as with one rank, or on purpose in these tests
 pytestmark = [
@@ -94,8 +97,14 @@ def test_an_event_query_by_another_thread_kills_a_capture_and_the_watchdog_makes
     rank: int, size: int, tensor: torch.Tensor
 ) -> None:
     if rank == 0:  # this half shows that the other can fail
-        command = [sys.executable, "-c", KILLED]
-        killed = subprocess.run(command, env=clean_env(os.environ), capture_output=True, text=True, check=True)
+        killed = subprocess.run(
+            [sys.executable, "-c", KILLED],
+            env=clean_env(os.environ),
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
         assert "captur" in killed.stdout, killed.stderr
     work: Any = dist.all_reduce(tensor, async_op=True)
     looked = threading.Event()
@@ -121,26 +130,36 @@ def test_an_event_query_by_another_thread_kills_a_capture_and_the_watchdog_makes
     assert tensor[0].item() == total(size)
 
 
+def in_thread(before: Callable[[], object], during: Callable[[], object]) -> Callable[[], None]:
+    """Start a thread that runs ``before`` at once; what is returned has it run ``during``, and waits for its end."""
+    ready, go = threading.Event(), threading.Event()
+
+    def run() -> None:
+        before()
+        ready.set()
+        go.wait(60)
+        during()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    assert ready.wait(60)
+
+    def go_on() -> None:
+        go.set()
+        thread.join()
+
+    return go_on
+
+
 def test_a_thread_that_connects_or_ends_nccl_kills_no_capture(
     rank: int, size: int, gpu: torch.device, tensor: torch.Tensor
 ) -> None:
     event = torch.cuda.Event()
     event.record()
-    ready, go = threading.Event(), threading.Event()
-
-    def ask() -> None:
-        _cupy.runtime().settle_device(gpu.index)
-        ready.set()
-        go.wait(60)
-        event.query()
-
-    asker = threading.Thread(target=ask)
-    asker.start()
-    assert ready.wait(60)
+    ask = in_thread(lambda: _cupy.runtime().settle_device(gpu.index), event.query)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        go.set()
-        asker.join()
+        ask()
         tensor.fill_(rank)
         dist.all_reduce(tensor)
     graph.replay()
@@ -160,18 +179,16 @@ def test_a_thread_that_issues_beside_a_capture_does_not_kill_it(
         dist.all_reduce(tensor)
 
     def issue() -> None:
-        torch.cuda.set_device(gpu)
         with torch.cuda.stream(side):
             work = dist.all_reduce(others[0], async_op=True)
             dist.all_reduce(others[1])
             assert work is not None
             work.wait()
 
+    issue_in_thread = in_thread(lambda: torch.cuda.set_device(gpu), issue)
     second = torch.cuda.CUDAGraph()
     with torch.cuda.graph(second):
-        issuer = threading.Thread(target=issue)
-        issuer.start()
-        issuer.join()
+        issue_in_thread()
         tensor.add_(1)
     torch.cuda.synchronize()
     assert [other[0].item() for other in others] == [total(size), total(size, 1)]

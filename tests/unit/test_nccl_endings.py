@@ -20,7 +20,7 @@ from hpc_inflight.communicators.nccl import NCCLCommunicator
 from hpc_inflight.errors import CaptureError, DrainTimeout
 from hpc_inflight.testing import wait_until
 from tests.captures import Graph, Group
-from tests.nccl import ALONE, SUM, issue
+from tests.nccl import ALONE, SUM, closed_gate, issue
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -394,7 +394,7 @@ def test_who_captures_does_not_wait_for_what_is_in_flight_either(
     work.completion.block(30.0)
 
 
-@pytest.mark.parametrize("how", ["asynchronous", "synchronous", "connecting"])
+@pytest.mark.parametrize("how", ["asynchronous", "synchronous", "connecting", "message"])
 def test_what_is_launched_beside_another_thread_s_capture_does_not_end_it(
     how: str, other: NCCLCommunicator, runtime: FakeRuntime, group: Group
 ) -> None:
@@ -402,7 +402,7 @@ def test_what_is_launched_beside_another_thread_s_capture_does_not_end_it(
     modes: list[int] = []
 
     def note(call: str) -> None:
-        if call == ("zeros" if how == "connecting" else "all_reduce"):
+        if call == {"connecting": "zeros", "message": "copy"}.get(how, "all_reduce"):
             modes.append(runtime.capture_mode())
 
     runtime.fail = note
@@ -413,6 +413,9 @@ def test_what_is_launched_beside_another_thread_s_capture_does_not_end_it(
             issue(other, tensor).wait()
         elif how == "synchronous":
             other.run_now([other.all_reduce(tensor, SUM)])
+        elif how == "message":
+            other.send(tensor, 0, 0, 5.0)
+            other.recv(torch.ones(4), 0, 0, 5.0).wait()
         else:
             of_two().shutdown(5.0)
 
@@ -539,11 +542,11 @@ def test_a_capture_that_does_not_end_is_waited_for_once(
 
 def test_a_forked_child_knows_of_nothing_that_threads_were_at(group: Group) -> None:
     graph = Graph()
-    with _gate.ending("g", 0.0):
+    with _gate.ending("g", 0.0), closed_gate():
         _gate.capture_began(graph)
         child = os.fork()
         if child == 0:
-            os._exit(bool(_gate.being_ended() or _gate.capturing()))
+            os._exit(bool(_gate.being_ended() or _gate.capturing() or _gate.gate.closed))
         assert os.waitpid(child, 0)[1] == 0
         assert _gate.being_ended()
     _gate.capture_ended(graph)

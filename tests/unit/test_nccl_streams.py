@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import sys
 import threading
@@ -380,6 +381,41 @@ def test_destroying_after_an_abort_ends_nothing_twice(runtime: FakeRuntime) -> N
     assert len(set(unused)) == len(unused)
 
 
+def real_runtime(monkeypatch: pytest.MonkeyPatch, communicator: object = None) -> _cupy.Runtime:
+    """Return what CuPy gives where there is no GPU."""
+    cuda = SimpleNamespace(eventRecord=None, streamWaitEvent=None, eventQuery=None, memcpyAsync=None)
+    nccl = SimpleNamespace(get_version=lambda: 22809, groupStart=None, groupEnd=None, NcclCommunicator=communicator)
+    monkeypatch.setattr(_cupy, "_import_cupy", lambda: (cuda, nccl))
+    monkeypatch.setattr("hpc_inflight._torch_compat.cuda_functions", lambda: (None, None, None))
+    return _cupy.Runtime()
+
+
+def no_driver(_name: str) -> None:
+    raise OSError("libcuda.so.1: cannot open shared object file")
+
+
+@pytest.mark.parametrize("driver", ["missing", "refuses", "there"])
+def test_the_watchdog_outlives_a_driver_that_is_missing(monkeypatch: pytest.MonkeyPatch, driver: str) -> None:
+    """CuPy can be imported there, and a first CUDA tensor fails; CPU tensors go on."""
+    monkeypatch.setattr(_cupy, "_runtime", real_runtime(monkeypatch))
+    modes = [0]
+
+    def exchange(held: Any) -> int:
+        if driver == "refuses":
+            return 201  # CUDA_ERROR_INVALID_CONTEXT
+        mode = held._obj
+        modes.append(mode.value)
+        mode.value = modes[-2]
+        return 0
+
+    library = SimpleNamespace(cuThreadExchangeStreamCaptureMode=exchange)
+    monkeypatch.setattr(ctypes, "CDLL", no_driver if driver == "missing" else lambda _: library)
+    assert _cupy.relax_captures() == (driver == "there")
+    with _cupy.apart_from_captures(_cupy.runtime()):
+        pass
+    assert modes == ([0, 1, 2, 1] if driver == "there" else [0])  # global, thread-local, relaxed, as before
+
+
 def test_a_handle_is_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
     class Handle:
         def __init__(self, *_: object) -> None:
@@ -391,11 +427,7 @@ def test_a_handle_is_let_go_once(monkeypatch: pytest.MonkeyPatch) -> None:
         def abort(self) -> None:
             self.calls.append("abort")
 
-    cuda = SimpleNamespace(eventRecord=None, streamWaitEvent=None, eventQuery=None, memcpyAsync=None)
-    nccl = SimpleNamespace(get_version=lambda: 22809, groupStart=None, groupEnd=None, NcclCommunicator=Handle)
-    monkeypatch.setattr(_cupy, "_import_cupy", lambda: (cuda, nccl))
-    monkeypatch.setattr("hpc_inflight._torch_compat.cuda_functions", lambda: (None, None, None))
-    made = _cupy.Runtime()
+    made = real_runtime(monkeypatch, Handle)
     handle = made.communicator(1, b"", 0)
     held = sys.getrefcount(handle)
     made.abort(handle)
