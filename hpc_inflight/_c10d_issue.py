@@ -188,8 +188,8 @@ class Issuer(GroupIdentity):
             elif is_async or timed or (work := comm.run_now(operations)) is None:
                 seconds = compat.timeout_s(timeout, self._timeout_s) if timed else self._timeout_s
                 work = comm.enqueue(op, operations, outputs, seconds, inputs)
-                if is_async:
-                    self._issued(work, outputs)
+                if is_async and compat.inflight_allowed():
+                    self._register(work, outputs)
         except BaseException as error:
             row[FATE] = flight_recorder.failed(error)
             raise
@@ -240,11 +240,15 @@ class Issuer(GroupIdentity):
             work = comm.enqueue(op, operations, outputs, seconds, inputs)
         return self._issued(work, outputs) if is_async else work
 
+    @staticmethod
+    def _register(work: Any, outputs: _Tensors) -> None:
+        for tensor in outputs:
+            if compat.has_storage(tensor):  # else nothing could wait for it by tensor
+                work_registry.register(tensor, work)
+
     def _issued(self, work: Any, outputs: _Tensors) -> Any:
         if compat.inflight_allowed():
-            for tensor in outputs:
-                if compat.has_storage(tensor):  # else nothing could wait for it by tensor
-                    work_registry.register(tensor, work)
+            self._register(work, outputs)
         if self._coalescing is not None and self._coalesces():
             self._call_is_open = False
             self._coalescing.append(work)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from typing import TYPE_CHECKING, Annotated, Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,9 @@ from torch.distributed import distributed_c10d as c10d
 
 import hpc_inflight as hi
 from hpc_inflight import _cupy, _mpi
+from hpc_inflight.dtypes import nccl_spec
 from hpc_inflight.errors import UnsupportedError
+from hpc_inflight.work import DoneWork
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -102,6 +105,41 @@ def _interleaved(issue: Issue, groups: dict[str, Any], how: str, rounds: int) ->
     return {name: statistics.median(values) for name, values in times.items()}
 
 
+def _parts(group: Any, rank: int, size: int, rounds: int) -> tuple[float, float]:
+    """Return what of issuing an all_reduce no backend like this one can save, in us.
+
+    That is c10d's Python above the group's method, and the bare calls that order, launch and mark a collective.
+    """
+    runtime, comm = _cupy.runtime(), _mpi.control_comm()
+    index, done = torch.cuda.current_device(), DoneWork()
+    one, stream = torch.zeros(_ELEMENTS, device=torch.device("cuda", index)), runtime.new_stream(index)
+    nccl = runtime.communicator(size, comm.bcast(runtime.unique_id() if rank == 0 else None), rank)
+    record, wait, launch = runtime.event_record, runtime.stream_wait, nccl.allReduce
+    current, raw, start, end = (
+        runtime.current_stream(index),
+        stream.cuda_stream,
+        *(runtime.event_create() for _ in "12"),
+    )
+    address, spec = one.data_ptr(), nccl_spec("bench", "SUM", one.dtype)
+
+    def calls(_group: Any, _later: bool) -> None:
+        record(start, current)
+        wait(raw, start)
+        launch(address, address, _ELEMENTS, spec.nccl_type, spec.nccl_op, raw)
+        record(end, raw)
+
+    def at_once(*_: Any) -> DoneWork:
+        return done
+
+    with mock.patch.object(group, "allreduce", at_once):
+        python = _interleaved(
+            lambda of, later: dist.all_reduce(one, group=of, async_op=later), {"": group}, "issue", rounds
+        )
+    bare = _interleaved(calls, {"": None}, "issue", rounds)
+    runtime.destroy(nccl)
+    return python[""], bare[""]
+
+
 def nccl(
     *,
     repeat: Annotated[float, typer.Option(min=0.01, help="Multiplies the number of rounds.")] = 1.0,
@@ -125,6 +163,7 @@ def nccl(
                 us = _interleaved(issue, groups, how, rounds)
                 cells.append(f"{us['nccl']:.1f}, {us['ours']:.1f} ({us['ours'] / us['nccl']:.2f})")
             table.add_row(level, *cells)
+    python, calls = _parts(groups["ours"], world.rank, world.world_size, rounds)
     if world.rank == 0:
         version = _cupy.runtime().nccl_version
         typer.echo(
@@ -132,5 +171,6 @@ def nccl(
             f"{_ELEMENTS} float32 per rank, batches of {_BATCH}, {rounds} rounds"
         )
         Console(width=120).print(table)
+        typer.echo(f"of dist.all_reduce, issue: c10d's own Python {python:.1f}, CUDA's and NCCL's calls {calls:.1f}")
     dist.destroy_process_group(groups["nccl"])
     hi.finalize()

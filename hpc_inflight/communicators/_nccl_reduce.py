@@ -46,6 +46,8 @@ class Reducer:
         self._nccl = nccl
         self._all_reduce = nccl.allReduce
         self._plans: dict[tuple[str, torch.dtype], dtypes.NcclSpec] = {}
+        # of those, what NCCL does on a tensor's own memory: elements in one element, NCCL's type, and its operator
+        self._at_once: dict[tuple[str, torch.dtype], tuple[int, int, int]] = {}
 
     def _simple(self, tensor: torch.Tensor) -> bool:
         """Say whether there is nothing to check or to copy: dense, on the device, its memory its values in order."""
@@ -85,27 +87,28 @@ class Reducer:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = dtypes.nccl_spec(call, op.name, dtype)
+            if plan.direct and op.factor is None:
+                self._at_once[key] = plan.width, plan.nccl_type, plan.nccl_op
         return plan
 
     def all_reduce(self, tensor: torch.Tensor, op: Reduction) -> Launch:
         """See `Communicator.all_reduce`."""
-        plan = self._plans.get((op.name, tensor.dtype))
+        plan = self._at_once.get((op.name, tensor.dtype))
         if (
             plan is None
-            or not plan.direct
-            or op.factor is not None
             # `_simple`, in this frame: the most frequent call of all
             or tensor.get_device() != self._index
             or tensor.layout is not _STRIDED
             or not tensor.is_contiguous()
             or tensor.is_neg()
-            or tensor.is_conj()
+            or (plan[0] > 1 and tensor.is_conj())  # complex
         ):
             return self._all_reduce_with_copy(tensor, op)
-        if not (count := tensor.numel() * plan.width):
+        width, nccl_type, nccl_op = plan
+        if not (count := tensor.numel() * width):
             return nothing
         address = tensor.data_ptr()
-        return partial(self._all_reduce, address, address, count, plan.nccl_type, plan.nccl_op)
+        return partial(self._all_reduce, address, address, count, nccl_type, nccl_op)
 
     def _all_reduce_with_copy(self, tensor: torch.Tensor, op: Reduction) -> Launch:
         self._check_output("all_reduce", tensor, "tensor")
@@ -176,12 +179,13 @@ class Reducer:
     def reduce_scatter_into(self, output: torch.Tensor, tensor: torch.Tensor, op: Reduction) -> Launch:
         """See `Communicator.reduce_scatter_into`."""
         call = "reduce_scatter_tensor"
-        plan = self._plans.get((op.name, output.dtype))
-        if plan is not None and plan.direct and op.factor is None and self._simple_pair(output, tensor):
-            if not (count := output.numel() * plan.width):
+        plan = self._at_once.get((op.name, output.dtype))
+        if plan is not None and self._simple_pair(output, tensor):
+            width, nccl_type, nccl_op = plan
+            if not (count := output.numel() * width):
                 return nothing
             source, target = tensor.data_ptr(), output.data_ptr()
-            return partial(self._nccl.reduceScatter, source, target, count, plan.nccl_type, plan.nccl_op)
+            return partial(self._nccl.reduceScatter, source, target, count, nccl_type, nccl_op)
         self._check_tensor(call, tensor, "input")
         check_same(call, [output], tensor, "output", self._check_output)
         check_numel(call, "input", tensor, output.numel() * self.size, f"{self.size} x the output's")

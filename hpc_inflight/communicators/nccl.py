@@ -126,13 +126,13 @@ class NCCLCommunicator(Enqueuer):
 
     def run_now(self, operations: Sequence[Launch]) -> DoneWork:
         """Launch operations on the current stream; see `Communicator.run_now`."""
-        if self._stream.pending and self._capturing():
-            self._enter_capture("a synchronous collective")
         index = self._index
-        caller = self._current_stream(index)
         if self._current_device() != index:
             with self.runtime.on_device(index):
                 return self.run_now(operations)
+        caller = self._current_stream(index)
+        if caller and self._stream.pending and self._capturing():  # the legacy default stream cannot be captured
+            self._enter_capture("a synchronous collective")
         while True:
             with self._stream.lock:
                 if not gate.closed or gate.may_pass() or (caller and self._capturing()):

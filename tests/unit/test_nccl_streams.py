@@ -306,9 +306,9 @@ def test_nothing_slips_between_a_drain_and_what_it_is_for(
         assert runtime.log == []
     finally:
         gate._closers.clear()
-        with gate._changed:
+        with gate._opened:
             gate.closed = False
-            gate._changed.notify_all()
+            gate._opened.notify_all()
     issuing.join(30)
     assert not issuing.is_alive()
     assert runtime.log
