@@ -165,8 +165,9 @@ def capture_ended(capture: object) -> None:
 
 def _ended(key: int) -> None:
     captures.pop(key, None)
-    _outwaited.discard(key)
-    if not captures:
+    if _outwaited:  # both are rare, and each capture comes here
+        _outwaited.discard(key)
+    if _captured and not captures:
         _captured.clear()
 
 

@@ -124,7 +124,7 @@ def begin(
     capture: object,
     timeout_s: float,
     what: str,
-    settle: Callable[[], object] = lambda: None,
+    settle: Callable[[], object] | None = None,
 ) -> None:
     """Drain every group, then begin a capture with ``call``; nothing is enqueued or polled in between.
 
@@ -140,7 +140,8 @@ def begin(
             _wait_for_endings(deadline, timeout_s, what)  # with the gate open: others' work need not wait for them
         group_set.close_and_drain(timeout_s, what, deadline)
         try:
-            settle()
+            if settle is not None:
+                settle()
             with _gate.polling:
                 if not _gate.capture_began(capture):  # an end has begun meanwhile
                     continue
