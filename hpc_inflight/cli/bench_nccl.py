@@ -16,6 +16,7 @@ from torch.distributed import distributed_c10d as c10d
 
 import hpc_inflight as hi
 from hpc_inflight import _cupy, _mpi
+from hpc_inflight._torch_compat import BaseWork
 from hpc_inflight.dtypes import nccl_spec
 from hpc_inflight.errors import UnsupportedError
 from hpc_inflight.work import DoneWork
@@ -91,7 +92,7 @@ def _batch(issue: Issue, group: Any, how: str) -> float:
 
 
 def _interleaved(issue: Issue, groups: dict[str, Any], how: str, rounds: int) -> dict[str, float]:
-    """Return the median of each group; they take turns."""
+    """Return the median of each group, or of whatever ``issue`` takes for one; they take turns."""
     comm = _mpi.control_comm()
     times: dict[str, list[float]] = {name: [] for name in groups}
     for turn in range(rounds + 3):
@@ -105,39 +106,43 @@ def _interleaved(issue: Issue, groups: dict[str, Any], how: str, rounds: int) ->
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def _parts(group: Any, rank: int, size: int, rounds: int) -> tuple[float, float]:
-    """Return what of issuing an all_reduce no backend like this one can save, in us.
+def _parts(group: Any, rank: int, size: int, rounds: int) -> dict[str, float]:
+    """Return what issuing an all_reduce takes in us, and what of that no backend like this one can save.
 
-    That is c10d's Python above the group's method, and the bare calls that order, launch and mark a collective.
+    **Collective:** over the group's ranks. The parts take turns with the whole: c10d's Python above a group's method,
+    the bare calls that order, launch and mark a collective, and the object that c10d wants back.
     """
     runtime, comm = _cupy.runtime(), _mpi.control_comm()
-    index, done = torch.cuda.current_device(), DoneWork()
+    index, done, hollow = torch.cuda.current_device(), DoneWork(), dist.new_group()
     one, stream = torch.zeros(_ELEMENTS, device=torch.device("cuda", index)), runtime.new_stream(index)
     nccl = runtime.communicator(size, comm.bcast(runtime.unique_id() if rank == 0 else None), rank)
     record, wait, launch = runtime.event_record, runtime.stream_wait, nccl.allReduce
-    current, raw, start, end = (
-        runtime.current_stream(index),
-        stream.cuda_stream,
-        *(runtime.event_create() for _ in "12"),
-    )
+    current, raw, start, end = runtime.current_stream(index), runtime.raw_stream(stream), *_events(runtime)
     address, spec = one.data_ptr(), nccl_spec("bench", "SUM", one.dtype)
 
-    def calls(_group: Any, _later: bool) -> None:
+    def at_once(*_: Any) -> DoneWork:
+        return done
+
+    def calls() -> None:
         record(start, current)
         wait(raw, start)
         launch(address, address, _ELEMENTS, spec.nccl_type, spec.nccl_op, raw)
         record(end, raw)
 
-    def at_once(*_: Any) -> DoneWork:
-        return done
-
-    with mock.patch.object(group, "allreduce", at_once):
-        python = _interleaved(
-            lambda of, later: dist.all_reduce(one, group=of, async_op=later), {"": group}, "issue", rounds
-        )
-    bare = _interleaved(calls, {"": None}, "issue", rounds)
+    cases = {
+        "in all": lambda: dist.all_reduce(one, group=group, async_op=True),
+        "c10d's Python": lambda: dist.all_reduce(one, group=hollow, async_op=True),
+        "CUDA's and NCCL's calls": calls,
+        "torch's Work": BaseWork,
+    }
+    with mock.patch.object(hollow, "allreduce", at_once):
+        parts = _interleaved(lambda case, _later: case(), cases, "issue", rounds)
     runtime.destroy(nccl)
-    return python[""], bare[""]
+    return parts
+
+
+def _events(runtime: Any) -> tuple[int, int]:
+    return runtime.event_create(), runtime.event_create()
 
 
 def nccl(
@@ -163,7 +168,7 @@ def nccl(
                 us = _interleaved(issue, groups, how, rounds)
                 cells.append(f"{us['nccl']:.1f}, {us['ours']:.1f} ({us['ours'] / us['nccl']:.2f})")
             table.add_row(level, *cells)
-    python, calls = _parts(groups["ours"], world.rank, world.world_size, rounds)
+    parts = _parts(groups["ours"], world.rank, world.world_size, rounds)
     if world.rank == 0:
         version = _cupy.runtime().nccl_version
         typer.echo(
@@ -171,6 +176,6 @@ def nccl(
             f"{_ELEMENTS} float32 per rank, batches of {_BATCH}, {rounds} rounds"
         )
         Console(width=120).print(table)
-        typer.echo(f"of dist.all_reduce, issue: c10d's own Python {python:.1f}, CUDA's and NCCL's calls {calls:.1f}")
+        typer.echo(f"dist.all_reduce, issue: {', '.join(f'{part} {us:.1f}' for part, us in parts.items())}")
     dist.destroy_process_group(groups["nccl"])
     hi.finalize()
