@@ -117,7 +117,8 @@ def _parts(group: Any, rank: int, size: int, rounds: int) -> dict[str, float]:
     one, stream = torch.zeros(_ELEMENTS, device=torch.device("cuda", index)), runtime.new_stream(index)
     nccl = runtime.communicator(size, comm.bcast(runtime.unique_id() if rank == 0 else None), rank)
     record, wait, launch = runtime.event_record, runtime.stream_wait, nccl.allReduce
-    current, raw, start, end = runtime.current_stream(index), runtime.raw_stream(stream), *_events(runtime)
+    current, raw = runtime.current_stream(index), runtime.raw_stream(stream)
+    start, end = runtime.event_create(), runtime.event_create()
     address, spec = one.data_ptr(), nccl_spec("bench", "SUM", one.dtype)
 
     def at_once(*_: Any) -> DoneWork:
@@ -139,10 +140,6 @@ def _parts(group: Any, rank: int, size: int, rounds: int) -> dict[str, float]:
         parts = _interleaved(lambda case, _later: case(), cases, "issue", rounds)
     runtime.destroy(nccl)
     return parts
-
-
-def _events(runtime: Any) -> tuple[int, int]:
-    return runtime.event_create(), runtime.event_create()
 
 
 def nccl(

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from hpc_inflight import _cupy
 from hpc_inflight.testing.fake_nccl import FakeRuntime
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
-
-    import torch
 
     from hpc_inflight.process_group import ProcessGroupInflight
 
@@ -86,3 +86,31 @@ def teams(teams_on_mpi: dict[str, Any], rank: int) -> Iterator[dict[str, Any]]:
         world._nccl.shutdown(60)
         del world._open
         world._nccl, world._nccl_index = None, None
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("view", ["negated", "conjugated"])
+def test_what_one_rank_alone_hands_over_as_a_view_counts_by_its_values(
+    teams: dict[str, Any], rank: int, size: int, view: str
+) -> None:
+    """Where all ranks do so, a sum of the memory is the memory of the sum, and shows nothing."""
+    world = teams["world"].group
+    values = [torch.full((4,), complex(r + 1, r + 2)) for r in range(size)]
+
+    def handed_over(tensor: torch.Tensor) -> torch.Tensor:
+        if rank:
+            return tensor
+        return torch._neg_view(-tensor) if view == "negated" else tensor.conj().resolve_conj().conj()
+
+    def read(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.resolve_conj().resolve_neg()
+
+    own, gathered, part = handed_over(values[rank].clone()), torch.zeros(4 * size) + 0j, torch.zeros(4) + 0j
+    assert torch.equal(read(own), values[rank])
+    world._allgather_base(gathered, own, torch._C._distributed_c10d.AllgatherOptions()).wait()
+    assert torch.equal(gathered, torch.cat(values))
+    whole = handed_over(values[rank].repeat(size))
+    world._reduce_scatter_base(part, whole, dist.ReduceScatterOptions()).wait()
+    assert torch.equal(part, sum(values, torch.zeros(4)))
+    world.allreduce([own], dist.AllreduceOptions()).wait()
+    assert torch.equal(read(own), sum(values, torch.zeros(4)))

@@ -90,10 +90,10 @@ def test_what_other_threads_enqueue_waits_until_the_capture_has_begun(graph_clas
     assert began.wait(30)
 
     def enqueue() -> None:
-        gate.wait(30, "all_reduce")
+        gate.wait(600, "all_reduce")  # it is told, and does not find out as its time is over
         order.append("enqueued")
 
-    issuer = threading.Thread(target=enqueue)
+    issuer = threading.Thread(target=enqueue, daemon=True)
     issuer.start()
     issuer.join(0.2)
     assert issuer.is_alive()

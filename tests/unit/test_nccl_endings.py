@@ -537,6 +537,11 @@ def test_a_capture_that_does_not_end_is_waited_for_once(
         of_two().shutdown(5.0)
     assert time.monotonic() - started < 5
     _gate.capture_ended(stuck)
+    assert _gate.capture_began(stuck)  # another one, of which nobody knows yet that it does not end
+    started = time.monotonic()
+    of_two().shutdown(5.0)
+    assert time.monotonic() - started >= 0.5
+    _gate.capture_ended(stuck)
     assert ends(runtime) == []
 
 
